@@ -13,7 +13,7 @@ Nothing outside of a dataset's folder is read: not what a line names, nor what a
 tools/import_data.py converts other layouts. Encoded samples go to CACHE_DIR/latents/*.safetensors and
 CACHE_DIR/text/*.safetensors, named by a hash of all that decides their content: a second run encodes only what has
 changed (tools/prune.py deletes what is left over). CACHE_DIR/<model>-<data>.json, an index, joins them to the samples;
-train.py also takes it as --data (extras/indexes.py). CACHE_DIR/pictures.txt says which pictures need not be read again.
+train.py also takes it as --data (library/data/index_file.py). CACHE_DIR/pictures.txt says which pictures need not be read again.
 
 $ python cache.py                                                     # the photographs in tiny/
 $ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
@@ -26,7 +26,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
-import extras # before all others: no folder that stands here, such as cache/, is taken for one of them
+import library # before all others: no folder that stands here, such as cache/, is taken for one of them
 import gc
 import inspect
 import json
@@ -37,19 +37,27 @@ from itertools import product
 from pathlib import Path
 
 import common
-from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
-                    is_index, print_problems, read_image, read_mask, read_tensors, tell)
-from extras import disk, hints, known, sources, strays, unchanged
-from extras.keep_from_prune import keep_from_prune
+from common import InputError, content_key, file_hash, first_words, print_problems, tell
+from library.cli import command_line
+from library.cli.flag_types import NEGATIVE_PROMPT, is_index
+from library.data import automatic_mask, dataset, index_file, picture_files, sample_checks, stat_cache
+from library.data.index_file import keep_from_prune
+from library.data.mask_files import read_mask
+from library.data.picture_files import fit_size, read_image
+from library.files import disk, stray_files, tensor_files
+from library.files.tensor_files import VERSION, read_tensors
+from library.models import hub
+from library.models.hub import TINY_DATA
+from library.results import code_hash
 
 def read_flags():
     """-> args. A slip ends the script here."""
-    parser = common.Parser(__doc__, "--model MODEL --data DIR [--val_data DIR] [--target_pixels AREA]")
-    common.add_model_flags(parser)
-    common.add_data_flags(parser)
+    parser = command_line.Parser(__doc__, "--model MODEL --data DIR [--val_data DIR] [--target_pixels AREA]")
+    command_line.add_model_flags(parser)
+    command_line.add_data_flags(parser)
     parser.group("check")("--verify", False, "read every file of the cache; encode damaged ones again")
-    args = common.parse_data_args(parser, "cache.py")
-    common.look_over(args)
+    args = command_line.parse_data_args(parser, "cache.py")
+    dataset.look_over(args)
     common.say(f"{args.cache_dir}: encodes {' '.join(args.data)} with {args.model}; the libraries take some seconds")
     return args
 
@@ -70,8 +78,7 @@ try: # the one that works without torchvision; from transformers 5.4 on it has a
 except ModuleNotFoundError:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil
 
-import extras.mask
-from extras import configs, finite, flight, indexes, quantize
+from library.models import devices, model_files, quantization
 from rope_patch import ROPE_TABLE
 
 PREPROCESSING = 3 # part of every key: add 1 when the preparation of pictures or prompts changes
@@ -113,13 +120,13 @@ def find_model(model, parts, weights=True, flag="--model"):
     if not folder.is_dir():
         repo, _, revision = model.partition("@")
         wanted = ["model_index.json", *[f"{part}/*" for part in parts]]
-        folder = common.from_hub(f"{flag} {model}", lambda: snapshot_download(
+        folder = hub.from_hub(f"{flag} {model}", lambda: snapshot_download(
             repo, revision=revision or None, allow_patterns=wanted,
             ignore_patterns=None if weights else "*.safetensors"))
     if flag == "--model":
         parts = [".", *parts] # the folder itself
     for part in parts:
-        configs.check_files(folder / part, part, CONFIG_FILES.get(part, "config.json"), weights, flag)
+        model_files.check_files(folder / part, part, CONFIG_FILES.get(part, "config.json"), weights, flag)
     return folder
 
 def load_pipeline(folder, cache_dir=None):
@@ -141,7 +148,7 @@ def load_pipeline(folder, cache_dir=None):
             folder, vae=None, text_encoder=None, transformer=None, processor=None)
         pipe.processor = Processor(pipe.tokenizer, image_processor)
         pipe.tokenizer.model_max_length = 10**9 # beyond it the tokenizer would warn; check_sample knows the real limit
-        configs.try_processor(pipe, prompt_length)
+        model_files.try_processor(pipe, prompt_length)
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); is the download complete?")
     config = folder / "text_encoder/config.json" # (tools/doctor.py does without)
@@ -162,7 +169,7 @@ def find_pipeline(args, weights=True):
 
 def load_part(cls, folder, dtype):
     """One frozen model from its safetensors files. InputError names the folder."""
-    configs.check_weights(cls, folder)
+    model_files.check_weights(cls, folder)
     try:
         model, info = cls.from_pretrained(folder, torch_dtype=getattr(torch, dtype), use_safetensors=True,
                                           output_loading_info=True)
@@ -170,7 +177,7 @@ def load_part(cls, folder, dtype):
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); download it again")
     if missing := sorted(info["missing_keys"]): # these weights would be random numbers
         raise InputError(f"{folder}: {len(missing)} tensors are missing, for instance {missing[0]}; download it again")
-    return unchanged.unmap(model).requires_grad_(False).eval()
+    return model_files.copy_mapped_weights(model).requires_grad_(False).eval()
 
 def load_encoder(pipe, encoder, args):
     """Adds the VAE ("vae") or the text encoder ("text") to the pipeline, on its device. The VAE's decoder stays on the
@@ -188,7 +195,7 @@ def load_encoder(pipe, encoder, args):
         try:
             # quantized layer by layer, so that the device never holds all of it in full precision
             if args.quantize_text_encoder != "none":
-                quantize.quantize_linears(model, args.quantize_text_encoder, args.text_encoder_device)
+                quantization.quantize_linears(model, args.quantize_text_encoder, args.text_encoder_device)
             pipe.text_encoder = model.to(args.text_encoder_device)
         except torch.OutOfMemoryError:
             raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text "
@@ -220,9 +227,9 @@ def hash_part(place, cache_dir):
     """A folder of a model, or its one file -> a hash of every file's content, because a merged LoRA may change any
     tensor, and no length. The folder's name does not matter, nor does a README. CACHE_DIR/models.txt remembers the
     hashes of the files, because to read 58 GB takes a minute."""
-    inside = strays.listed(place, "*") if place.is_dir() else [place]
+    inside = stray_files.listed(place, "*") if place.is_dir() else [place]
     files = [file for file in inside if file.is_file() and file.suffix != ".md"]
-    look = known.look_ahead(files, file_hash, Path(cache_dir, "models.txt"))
+    look = stat_cache.remember_by_stat(files, file_hash, Path(cache_dir, "models.txt"))
     return content_key(files=[[file.relative_to(place).as_posix(), look(file)] for file in files])
 
 def hash_encoder(folder, encoder, cache_dir):
@@ -287,10 +294,10 @@ def read_pictures(pipe, sample, encoder, what):
         whole = read_planned(sample.target)
         pictures["target"] = [pipe.image_processor.resize(whole, height, width)]
     if "mask" in what: # --mask auto compares the pictures at their own sizes
-        mask = extras.mask.auto_mask(whole, read_planned(sample.controls[0]), (width, height))
+        mask = automatic_mask.auto_mask(whole, read_planned(sample.controls[0]), (width, height))
         pictures["mask"] = [mask] if mask else []
     for role, path in sample.others.items():
-        if common.ROLES[role].is_mask:
+        if dataset.ROLES[role].is_mask:
             mask = read_mask(path, sample.contents[path])
             pictures[role] = [mask.resize((width // 16, height // 16), Image.BOX)]
         else:
@@ -306,12 +313,12 @@ def encode_latents(pipe, sample, encoding, pictures=None):
     for role, images in (pictures or read_pictures(pipe, sample, "vae", encoding)).items():
         rows = []
         for image in images: # one at a time: no batch, so no size has to fit another's
-            if common.ROLES[role].is_mask: # resizing has averaged it: one value a token, from 0 (black) to 1
+            if dataset.ROLES[role].is_mask: # resizing has averaged it: one value a token, from 0 (black) to 1
                 rows.append(torch.from_numpy(np.asarray(image).flatten() / np.float32(255)))
             else:
                 rows.append(encode_image(pipe, image))
         if rows:
-            out[common.ROLES[role].tensor] = torch.cat(rows)
+            out[dataset.ROLES[role].tensor] = torch.cat(rows)
     if not sample.controls:
         out["control_latent"] = out["pixel_latent"][:0]
     return refuse_overflow(sample, out)
@@ -327,7 +334,7 @@ def encode_text(pipe, sample, text_key, pictures=None):
 
 def refuse_overflow(sample, tensors):
     # half precision can overflow, and one NaN in a batch would make all weights NaN
-    finite.refuse(sample.target or sample.controls[0], tensors, "try --dtype float32")
+    tensor_files.refuse_not_finite(sample.target or sample.controls[0], tensors, "try --dtype float32")
     return tensors
 
 # ---- the plan: what will be encoded of each sample, and in which file ------------------------------------------------
@@ -358,7 +365,7 @@ def check_sample(pipe, sample, max_sequence_length):
             raise InputError(f"{sample.name}: {kind}prompt of {tokens} tokens, over --max_sequence_length "
                              f"{max_sequence_length}; shorten it")
     sides = [sides for encoding in sample.encodings for _, *sides in encoding["img_shapes"]] # in tokens
-    if math.prod(max(sides, key=math.prod)) > common.MAX_TOKENS: # it would fill the memory
+    if math.prod(max(sides, key=math.prod)) > picture_files.MAX_TOKENS: # it would fill the memory
         raise InputError(f"{sample.name}: would be computed with over 4096x4096 pixels; give smaller --target_pixels "
                          "and --control_pixels")
     # rotary positions: pictures are centred on 0, and the text begins where the largest ends
@@ -375,7 +382,7 @@ def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, *looks):
     if not is_plus(pipe) and len(sample.controls) != 1:
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
                          f"{len(sample.controls)}; give it one, or take 2509 or 2511")
-    common.look_at_sample(sample, *looks)
+    dataset.look_at_sample(sample, *looks)
     target_sizes, control_sizes = plan_sizes(pipe, sample, geometry)
     # what decides the content of every file
     shared = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=fingerprints["pipeline"], dtype=args.dtype)
@@ -409,9 +416,9 @@ def plan_samples(pipe, samples, texts_of, geometry, args):
     """plan_sample for all -> (good samples, problems). texts_of(sample) -> its text keys."""
     good = []
     problems = []
-    looks = common.looks(samples, args.cache_dir)
+    looks = dataset.looks(samples, args.cache_dir)
     for sample in common.progress("planning", samples, unit="sample"):
-        with common.noted(problems):
+        with common.collect_errors(problems):
             plan_sample(pipe, sample, texts_of(sample), geometry, pipe.fingerprints, args, *looks)
             good.append(sample)
     return good, problems
@@ -446,10 +453,10 @@ def encode_samples(pipe, samples, args, verify=False):
         remove_damaged(filter(Path.is_file, my_files), pipe)
     missing, failed = [file for file in jobs if not file.is_file()], {}
     if pipe: # (an index alone cannot encode anything again)
-        sources.warn_of_encoding(jobs.keys() - {*missing}, args.quantize_text_encoder, PREPROCESSING)
+        code_hash.warn_of_encoding(jobs.keys() - {*missing}, args.quantize_text_encoder, PREPROCESSING)
     if missing:
         for folder in {file.parent for file in missing}:
-            common.refuse_outside(folder, args.cache_dir)
+            stray_files.refuse_outside(folder, args.cache_dir)
             disk.try_out(folder)
         common.say(f"encoding {len(missing)} files into {args.cache_dir}")
         failed = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args)
@@ -468,9 +475,9 @@ def remove_damaged(files, pipe):
         # reading compares the digest that the file carries with its content
         try:
             tensors, _ = read_tensors(file, key=file.stem)
-            finite.refuse(file, tensors, "encode it again")
+            tensor_files.refuse_not_finite(file, tensors, "encode it again")
         except InputError as e:
-            what = "of another version of this project" if isinstance(e, common.OtherVersion) else "damaged"
+            what = "of another version of this project" if isinstance(e, tensor_files.OtherVersion) else "damaged"
             if pipe is None:
                 raise InputError(f"{file}: {what}, and an index alone cannot encode it again; give the dataset as "
                                  "--data, or copy the cache once more")
@@ -483,7 +490,7 @@ def encode_files(pipe, jobs, args):
     failed = {}
     # sorted: the encoders are loaded once each, and are never in memory together
     order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
-    read = flight.in_turn(read_pictures) # threads wait where pictures would fill the memory
+    read = picture_files.limit_pixels_in_memory(read_pictures) # threads wait where pictures would fill the memory
     reads = common.run_ahead(lambda file: read(pipe, *jobs[file]), order, threads=4, most=8)
 
     def encode_all(): # yields write_tensors' arguments
@@ -498,7 +505,7 @@ def encode_files(pipe, jobs, args):
                 loaded = encoder
             encode = encode_latents if encoder == "vae" else encode_text
             meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls],
-                        code=sources.encoding(file, args.quantize_text_encoder))
+                        code=code_hash.encoding(file, args.quantize_text_encoder))
             try:
                 yield file, encode(pipe, sample, what, pictures.result()), meta
             except InputError as e:
@@ -509,8 +516,8 @@ def encode_files(pipe, jobs, args):
 
     # the encoder runs in this thread; four others read ahead of it, and one writes. A signal ends it between two files,
     # so that none is half-written, and the next call encodes the rest
-    with common.signals_noted() as signals_seen, closing(reads): # closed also if this ends early
-        for written in common.run_ahead(lambda job: common.write_tensors(*job), encode_all(), most=4):
+    with common.catch_signals() as signals_seen, closing(reads): # closed also if this ends early
+        for written in common.run_ahead(lambda job: tensor_files.write_tensors(*job), encode_all(), most=4):
             written.result() # a full disk raises its InputError here
         if signals_seen:
             tell(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
@@ -531,7 +538,7 @@ def load_text(sample, text_key, encoders=None):
 def read_encoded(sample, encoded):
     """A file of the cache -> its tensors. InputError if they are not what was planned, as an index may be foreign."""
     tensors, _ = read_tensors(encoded["file"], key=encoded["file"].stem)
-    indexes.check_tensors(tensors, sample, encoded)
+    index_file.check_tensors(tensors, sample, encoded)
     return tensors
 
 # ---- what a training reads -------------------------------------------------------------------------------------------
@@ -560,8 +567,8 @@ def plan_training(pipe, folder, args):
     def read_root(root, wanted_texts, geometry): # -> (samples, geometry); an index brings its own
         if is_index(root):
             encoders = encoder_fingerprints(folder, args.cache_dir)
-            return indexes.open_index(root, encoders, wanted_texts, args)
-        found, wrong = common.read_dataset(root)
+            return index_file.open_index(root, encoders, wanted_texts, args)
+        found, wrong = dataset.read_dataset(root)
         found, more = plan_samples(pipe, found, wanted_texts, geometry, args)
         problems.extend(wrong + more)
         return found, geometry
@@ -590,11 +597,11 @@ def plan_training(pipe, folder, args):
     print_problems(problems) # now, as the encoding may take hours
     empty = [] # masks that common.look_at_sample has left out: it has looked at them, and they are no pictures
     for s in [*samples, *val_samples]:
-        empty += s.contents.keys() - {*s.others.values(), *common.pictures_of(s)}
+        empty += s.contents.keys() - {*s.others.values(), *dataset.pictures_of(s)}
     if empty:
         tell(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
              "trained without a mask", file=sys.stderr)
-    print_problems(hints.warnings(args, samples, val_samples))
+    print_problems(sample_checks.warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems
 
 def make_cache(pipe, folder, args, encode=True, verify=False):
@@ -618,18 +625,18 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
         if not samples:
             raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
         if encode and pipe and writable and common.rank() == 0: # which another machine can train from
-            indexes.write_indexes(args, samples, val_samples, geometry, pipe.fingerprints)
+            index_file.write_indexes(args, samples, val_samples, geometry, pipe.fingerprints)
     # behind the indexes, which serve other weights, too
-    samples, val_samples = extras.mask.check_weights(args, samples, val_samples)
-    common.say(*hints.describe(samples, val_samples))
+    samples, val_samples = sample_checks.check_weights(args, samples, val_samples)
+    common.say(*sample_checks.describe(samples, val_samples))
     areas = geometry["target_pixels"]
     return samples, val_samples, geometry | dict(target_pixels=areas[0]), areas
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main(args):
-    common.find_devices(args)
-    common.start_processes(args)
+    devices.find_devices(args)
+    devices.start_processes(args)
     folder, pipe = find_pipeline(args)
     samples, val_samples, *_ = make_cache(pipe, folder, args, verify=args.verify)
     common.say(f"{args.cache_dir}: complete, {len(samples)} samples and {len(val_samples)} for validation. "

@@ -28,7 +28,7 @@ def pytest_configure(config):
         OPTIONS["device"] = torch.device("cuda", OPTIONS["device"].index or 0)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # with warn_only attention would stay as it is
-        torch.backends.cuda.enable_cudnn_sdp(False)  # as in extras/cuda.py
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as in library/models/devices.py
 
 
 def pytest_collection(session):

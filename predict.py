@@ -20,13 +20,13 @@ into --cache_dir; then the encoders are unloaded and the transformer is loaded. 
 encoding. A picture that the folder has already, with the same settings, is not generated again; if you have edited the
 code that draws it, a new one takes its place. Files that predict.py has not made are never overwritten, and its own
 only where you name the file, by --out or `out`: a name that we choose gets -2, -3, ... if something is there when the
-picture is written (extras/names.py). Shape letters as in rope_patch.py.
+picture is written (library/results/result_names.py). Shape letters as in rope_patch.py.
 """
 import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
-import extras # before all others: no folder that stands here, such as cache/, is taken for one of them
+import library # before all others: no folder that stands here, such as cache/, is taken for one of them
 import argparse
 import math
 import warnings
@@ -39,18 +39,25 @@ from statistics import mode
 from time import monotonic
 
 import common
-from common import (LORA_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora, is_one_file, noise_level, number, pixels,
-                    png_name, positive, seed_number, tell)
-from extras import disk, finished, hints, names, sheet, sources, unchanged
-from extras.asked import about, png_of, read_samples, refuse_nothing
-from extras.keep_from_prune import keep_from_prune
-from extras.strays import on_disk
+from common import InputError, file_hash, tell
+from library.cli import command_line, flag_types
+from library.cli.flag_types import (SAMPLE_FLAGS, is_one_file, noise_level, number, pixels, png_name, positive,
+                                    seed_number)
+from library.data import dataset, sample_checks, stat_cache
+from library.data.index_file import keep_from_prune
+from library.data.job_files import read_samples, refuse_missing_input
+from library.files import disk, tensor_files
+from library.files.stray_files import on_disk
+from library.lora.lora_paths import LORA_FILE, find_lora
+from library.models import hub
+from library.results import code_hash, contact_sheets, png_files, result_names
+from library.results.png_files import encode_png, png_texts
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
-    parser = common.Parser(__doc__, "--model MODEL --lora LORA --image PICTURE --prompt TEXT [--out FILE] [--seed N] "
+    parser = command_line.Parser(__doc__, "--model MODEL --lora LORA --image PICTURE --prompt TEXT [--out FILE] [--seed N] "
                            "[--num_inference_steps N] [--true_cfg_scale X] [--quantize int8] [--offload N]")
-    common.add_model_flags(parser)
+    command_line.add_model_flags(parser)
     flag = parser.group("what to generate")
     flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=on_disk)
     flag("--prompt", None, "the instruction")
@@ -68,7 +75,7 @@ def read_flags():
     flag("--scales", [1.0], "each picture at these strengths of all its LoRAs, side by side; 0 is the base",
          type=strength, nargs="+")
     flag = parser.group("how")
-    common.add_sample_flags(flag, SAMPLE_FLAGS)
+    command_line.add_sample_flags(flag, SAMPLE_FLAGS)
     flag("--sigmas", None,
          "noise level of each step, before the shift: falling, from 1 (default: evenly spaced)",
          type=noise_level, nargs="+")
@@ -79,15 +86,15 @@ def read_flags():
     flag("--upscale", None,
          "enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)",
          action=argparse.BooleanOptionalAction)
-    flag = common.add_transformer_flags(parser)
+    flag = command_line.add_transformer_flags(parser)
     flag("--max_tokens", 20_000, "tokens per forward pass; lower it if memory runs out", type=positive)
     flag("--transformer_device", None, "default: --device")
     given = set(parser.given())
     # without --model: tiny, with its newest LoRA, and without --image its validation pictures
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
-    args = common.parse_args(parser, "predict.py")
-    if common.is_tiny(args.model) and not given & {"--image", "--jobs"}:
-        args.jobs = common.TINY_DATA.with_name("val")
+    args = command_line.parse_args(parser, "predict.py")
+    if hub.is_tiny(args.model) and not given & {"--image", "--jobs"}:
+        args.jobs = hub.TINY_DATA.with_name("val")
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
     if given and runs and not given & {"--model", "--lora"}:
@@ -110,7 +117,7 @@ def read_flags():
             parser.error("argument --out: is for one result; leave it out, or give --image FILES without --out_dir")
         args.out = Path(args.out)
         args.out_dir = args.out.parent
-    refuse_nothing(args)
+    refuse_missing_input(args)
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
@@ -127,11 +134,8 @@ from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
 import cache
-import extras.fsdp
-import extras.offload
-import extras.quantize
-import extras.transformer
-from extras import bases, cast, configs, finite, lora_files
+from library.lora import base_model, foreign_loras, lora_linear
+from library.models import devices, model_files, offloading, one_file, quantization, sharding
 from rope_patch import blocks_of, patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 # ==== the library =====================================================================================================
@@ -145,22 +149,27 @@ def load_transformer(folder, dtype, weights=True, file=None):
     if weights and not file:
         transformer = cache.load_part(QwenImageTransformer2DModel, folder / "transformer", dtype)
     else:
-        empty = configs.empty_model(QwenImageTransformer2DModel, folder / "transformer")
+        empty = model_files.empty_model(QwenImageTransformer2DModel, folder / "transformer")
         transformer = empty.requires_grad_(False)
         torch.nn.Module.to(transformer, getattr(torch, dtype)) # not diffusers' own, which warns
         if weights:
-            extras.transformer.attach(transformer, file)
+            one_file.attach(transformer, file)
     return patch_qwen_model_for_multi_resolution(transformer)
+
+def check_file(args):
+    """InputError if --transformer is one file, and none that can be used: before anything slow."""
+    if is_one_file(args.transformer):
+        one_file.read_layout(args.transformer)
 
 def find_transformer(args, weights=True):
     """-> (the folder whose transformer/ is used: --transformer's, or else --model's; None). If --transformer is one
     file: (--model's folder, for its config.json; this file, for its weights)."""
     if is_one_file(args.transformer):
         folder = cache.find_model(args.model, ["transformer"], weights=False)
-        extras.transformer.check_fit(args.transformer, folder)
+        one_file.check_fit(args.transformer, folder)
         return folder, args.transformer
     if args.transformer:
-        extras.transformer.check_folder(args, cache.find_model) # before its weights are downloaded
+        one_file.check_folder(args, cache.find_model) # before its weights are downloaded
     flag = "--transformer" if args.transformer else "--model"
     return cache.find_model(args.transformer or args.model, ["transformer"], weights, flag), None
 
@@ -176,19 +185,19 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
             transformer.fill_from_file(block, quantize)
         if quantize == "none":
             return block
-        return extras.quantize.quantize_linears(block, quantize, device, multiply=True)
+        return quantization.quantize_linears(block, quantize, device, multiply=True)
 
     # evenly spread, so that the blocks between two offloaded ones hide the next copy
     offload = min(offload, len(blocks))
     offloaded_blocks = [i * len(blocks) // offload for i in range(offload)]
     try:
         if fsdp:
-            return extras.fsdp.shard(transformer, device, offloaded_blocks, quantize_block)
+            return sharding.shard(transformer, device, offloaded_blocks, quantize_block)
         if offload:
-            return extras.offload.place(transformer, device, offloaded_blocks, quantize_block)
+            return offloading.place(transformer, device, offloaded_blocks, quantize_block)
         for block in blocks:
             quantize_block(block).to(device)
-        return unchanged.unmap(transformer.to(device)) # on a CPU one file's weights are mapped still
+        return model_files.copy_mapped_weights(transformer.to(device)) # on a CPU one file's weights are mapped still
     except torch.OutOfMemoryError:
         raise InputError(f"--model: its weights do not fit on {device}; --quantize or --offload need less memory, "
                          "in train.py --fsdp too (train.py --plan says how much)")
@@ -216,10 +225,10 @@ def add_lora(transformer, **config):
     """A new LoRA with fp32 weights for training; config: LoraConfig's arguments -> {name: parameter}."""
     config = LoraConfig(**config)
     # peft's own layer computes in fp32, also on a bf16 base; this is its documented way to bring another one
-    config._register_custom_module({torch.nn.Linear: cast.LoraLinear})
+    config._register_custom_module({torch.nn.Linear: lora_linear.LoraLinear})
     transformer.add_adapter(config)
     cast_training_params(transformer, torch.float32)
-    cast.cast_together(blocks_of(transformer))
+    lora_linear.share_casts(blocks_of(transformer))
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 # ---- LoRA files ------------------------------------------------------------------------------------------------------
@@ -227,20 +236,20 @@ def add_lora(transformer, **config):
 def read_lora(path):
     """What find_lora takes -> (state dict of transformer.LAYER.lora_A.weight (r, inputs) and .lora_B.weight (outputs,
     r); metadata as diffusers has it, of which config_of reads the alpha, with our own train. entries). Plain files,
-    as train.py and diffusers write them, are read here. extras/lora_files.py brings those of other programs to this
+    as train.py and diffusers write them, are read here. library/lora/foreign_loras.py brings those of other programs to this
     form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
     file = find_lora(path)
-    data, header = lora_files.read_file(file) # once: what is checked is what is used, and nothing of it stays mapped
+    data, header = foreign_loras.read_file(file) # once: what is checked is what is used, and nothing of it stays mapped
     notes = header.get("__metadata__") or {}
-    ours = [key for key, text in notes.items() if common.SIGNED.match(text)]
+    ours = [key for key, text in notes.items() if tensor_files.SIGNED.match(text)]
     if ours: # this project wrote the file, so it can be checked to the bit
-        state, meta = common.read_tensors(file, ours[0], data=data, note=common.warn_once)
+        state, meta = tensor_files.read_tensors(file, ours[0], data=data, note=common.warn_once)
     else:
-        state, meta = lora_files.load_tensors(file, data), lora_files.diffusers_meta(notes)
-    if not lora_files.is_plain(file, notes, state, meta):
-        state, meta = lora_files.read(file, data, header)
-    finite.refuse(file, state, "its training diverged; take another file")
-    lora_files.check_notes(file, state, meta)
+        state, meta = foreign_loras.load_tensors(file, data), foreign_loras.diffusers_meta(notes)
+    if not foreign_loras.is_plain(file, notes, state, meta):
+        state, meta = foreign_loras.read(file, data, header)
+    tensor_files.refuse_not_finite(file, state, "its training diverged; take another file")
+    foreign_loras.check_notes(file, state, meta)
     return state, meta
 
 def with_prefix(prefix, named):
@@ -251,7 +260,7 @@ def config_of(state, meta):
     """-> LoraConfig's arguments for what read_lora returns: layers and ranks are those of the tensors, alpha is the
     metadata's, or else the rank."""
     ranks = {}
-    for layer, (a, _) in lora_files.matrices_of(dict(sorted(state.items()))).items(): # safetensors has any order
+    for layer, (a, _) in foreign_loras.matrices_of(dict(sorted(state.items()))).items(): # safetensors has any order
         ranks[layer] = len(a)
     most = mode(ranks.values())
     others = {} # ^: these layers and no others. One pattern for each rank, as peft tries all of them for each layer
@@ -267,7 +276,7 @@ def check_fit(transformer, state, path):
     """InputError unless each tensor of this state dict fits a layer of the model."""
     modules, wrong = dict(transformer.named_modules()), []
     for key, matrix in state.items():
-        layer, half = lora_files.PLAIN.fullmatch(key).groups()
+        layer, half = foreign_loras.PLAIN.fullmatch(key).groups()
         side, width = ("in_features", matrix.shape[1]) if half == "A" else ("out_features", matrix.shape[0])
         has = getattr(modules.get(layer), side, None) # only linear layers know their sides
         if has != width:
@@ -319,9 +328,9 @@ def save_lora(path, transformer, train, fold=False):
         if {*scales.values()} != {1.0}:
             train = train | dict(folded=scales)
         config.update(use_rslora=False, lora_alpha=config["r"], alpha_pattern=config["rank_pattern"])
-    finite.refuse(path, state, "start a new run with a lower --lr (--pretrained_lora takes an earlier checkpoint)")
+    tensor_files.refuse_not_finite(path, state, "start a new run with a lower --lr (--pretrained_lora takes an earlier checkpoint)")
     meta = with_prefix("transformer", config) | with_prefix("train", train)
-    common.write_tensors(path, with_prefix("transformer", state), meta, "lora_adapter_metadata")
+    tensor_files.write_tensors(path, with_prefix("transformer", state), meta, "lora_adapter_metadata")
 
 # ---- sampling: what the stock pipeline computes ----------------------------------------------------------------------
 
@@ -434,8 +443,8 @@ def decode(vae, latents, img_shapes):
         torch.cuda.empty_cache()
         vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
         pixels = vae.decode(z).sample
-    if not finite.is_finite(pixels): # the VAE makes NaN of latents that are not finite
-        return None, "VAE" if finite.is_finite(latents) else "transformer"
+    if not tensor_files.is_finite(pixels): # the VAE makes NaN of latents that are not finite
+        return None, "VAE" if tensor_files.is_finite(latents) else "transformer"
     return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0], None
 
 def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, device, encoders=None, share=slice(None),
@@ -458,14 +467,14 @@ def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, de
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 def save_png(image, path, *about):
-    """about: as for extras/asked.py's png_of. A file that is not ours is not replaced."""
-    common.write_file(path, png_of(image, *about), names.OURS)
+    """about: as for library/results/png_files.py's encode_png. A file that is not ours is not replaced."""
+    common.write_file(path, encode_png(image, *about), result_names.OURS)
 
 # ==== the command line ================================================================================================
 
 def find_geometry(args):
     """The sizes to generate at: those of the flags, else those at which the first LoRA was trained, else stock's."""
-    area = "native" if common.is_tiny(args.model) else 1024 * 1024
+    area = "native" if hub.is_tiny(args.model) else 1024 * 1024
     geometry = dict(target_pixels=area, control_pixels=area, upscale=True)
     for path in reversed(args.lora): # the first one has the last word
         geometry |= read_lora(path)[1].get("train.geometry") or {}
@@ -490,7 +499,7 @@ def complete_settings(sample, args, shift_terminal):
     if sigmas:
         settings["num_inference_steps"] = len(sigmas)
     # what stock would fail at later, or silently do otherwise
-    common.check_text(f"{where}: negative prompt", settings["negative_prompt"])
+    flag_types.check_text(f"{where}: negative prompt", settings["negative_prompt"])
     if not sample.controls:
         raise InputError(f"{where}: a picture without a control cannot be edited; leave it out")
     if (settings["size_from"] or 0) > len(sample.controls):
@@ -511,7 +520,7 @@ def complete_settings(sample, args, shift_terminal):
 @dataclass
 class Picture:
     """A result: there is one for each sample, seed and scale."""
-    sample: common.Sample # with all settings of this picture
+    sample: dataset.Sample # with all settings of this picture
     line: int | None # of --jobs
     strengths: tuple # of its LoRAs
     row: int # its sample's number
@@ -528,7 +537,7 @@ def plan_pictures(samples, args, models, loras, code):
     trained on is another one; code: sources.drawing."""
     pictures = []
     # asked once for a sample, as it reads the headers of its encoded files
-    codes = [sources.with_encoding(code, cache.files_of(s), args.quantize_text_encoder) for s in samples]
+    codes = [code_hash.with_encoding(code, cache.files_of(s), args.quantize_text_encoder) for s in samples]
     for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
         sample = replace(sample, settings=dict(seed=seed) | sample.settings) # a line's own seed is the only one
         line = sample.settings.pop("line", None)
@@ -548,7 +557,7 @@ def plan_pictures(samples, args, models, loras, code):
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
         title = ", ".join(words) or "result"
-        pictures.append(Picture(sample, line, strengths, row, title, key, codes[row], *names.wanted(sample, args, end)))
+        pictures.append(Picture(sample, line, strengths, row, title, key, codes[row], *result_names.wanted(sample, args, end)))
     return pictures
 
 # ---- generating ------------------------------------------------------------------------------------------------------
@@ -582,29 +591,30 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures, given, 
                                                    args.transformer_device, bar=bar):
             picture = chosen[i]
             try:
-                finite.refuse_picture(picture, broken, args.dtype)
-                png = png_of(image, picture.key, picture.code, about(picture, args.jobs))
-                picture.path = names.write_picture(picture, png, given)
+                png_files.refuse_picture(picture, broken, args.dtype)
+                png = encode_png(image, picture.key, picture.code, png_texts(picture, args.jobs))
+                picture.path = result_names.write_picture(picture, png, given)
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # NaN, or a full disk: other pictures may be good
                 problems.append(str(e))
                 tell(str(e), file=sys.stderr)
     bar.close()
-    gib = common.memory_of(args.transformer_device)
+    gib = devices.memory_of(args.transformer_device)
     common.say(f"pictures: {len(pictures) - len(problems)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
     return problems
 
 def main(args):
-    common.find_devices(args)
-    common.start_processes(args)
+    devices.find_devices(args)
+    check_file(args)
+    devices.start_processes(args)
     first = common.rank() == 0
 
     # what to generate, at which sizes, with which models. Models and LoRAs are hashed before they are loaded (the sizes
     # that the first LoRA's header wants are in the pictures' keys, too)
-    code = sources.drawing(args)
+    code = code_hash.drawing(args)
     geometry = find_geometry(args)
     samples, problems = read_samples(args)
-    inputs = {path for s in samples for path in (*common.pictures_of(s), *s.others.values())}
+    inputs = {path for s in samples for path in (*dataset.pictures_of(s), *s.others.values())}
     folder = cache.find_model(args.model, cache.ENCODERS)
     transformer_folder, transformer_file = find_transformer(args)
     parts = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
@@ -616,28 +626,28 @@ def main(args):
     models = common.on_first_process(lambda: dict(zip(parts, map(hash_part, parts.values()))))
 
     def refuse_replaced(): # on each process, where the same files may lie elsewhere
-        unchanged.refuse_replaced(args.lora, loras, file_hash)
-        unchanged.refuse_replaced(parts.values(), models.values(), hash_part)
+        stat_cache.refuse_changed_files(args.lora, loras, file_hash)
+        stat_cache.refuse_changed_files(parts.values(), models.values(), hash_part)
 
-    here = bases.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
-    bases.compare(args.lora, here, geometry)
+    here = base_model.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
+    base_model.warn_other_base(args.lora, here, geometry)
     pipe = cache.load_pipeline(folder, args.cache_dir)
     shift_terminal = pipe.scheduler.config.shift_terminal
     samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),
                                         geometry, args)
     if first:
-        common.print_problems(hints.warnings(args, samples))
+        common.print_problems(sample_checks.warnings(args, samples))
 
     # into which files: one for each sample, seed and scale; those that are there already stay
     pictures = plan_pictures(samples, args, models, loras, code)
-    look = lru_cache(maxsize=None)(finished.drawn_by) # which reads every byte of a picture
-    is_finished = partial(finished.is_finished, {p.key: p.code for p in pictures}, look)
-    pictures, given = common.on_first_process(lambda: names.find_results(pictures, inputs, args, is_finished))
+    look = lru_cache(maxsize=None)(result_names.drawn_by) # which reads every byte of a picture
+    is_finished = partial(result_names.is_finished, {p.key: p.code for p in pictures}, look)
+    pictures, given = common.on_first_process(lambda: result_names.find_results(pictures, inputs, args, is_finished))
     missing = [p for p in pictures if not p.done]
     if missing:
         common.on_first_process(lambda: disk.try_cache(args))
     if first:
-        finished.describe(args.out_dir, pictures, look)
+        result_names.describe_results(args.out_dir, pictures, look)
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded
     chosen = [p.sample for p in missing]
@@ -661,15 +671,15 @@ def main(args):
     if first and missing:
         look.cache_clear() # as some have been drawn
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
-        shown = [p for p in pictures if p.row < names.SHEET_ROWS and is_finished(p.path, p.key)]
+        shown = [p for p in pictures if p.row < result_names.SHEET_ROWS and is_finished(p.path, p.key)]
         if len(shown) > 1:
-            png = png_of(sheet.results_sheet(shown), names.sheet_key(shown))
-            path = names.write_sheet(png, pictures, inputs, args)
+            png = encode_png(contact_sheets.results_sheet(shown), result_names.sheet_key(shown))
+            path = result_names.write_sheet(png, pictures, inputs, args)
             common.say(f"{path}: {len(shown)} of them side by side")
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":
-    sources.refuse_edits()
+    code_hash.refuse_edits()
     main(args)

@@ -37,7 +37,7 @@ from peft import LoraConfig, set_peft_model_state_dict
 from PIL import Image
 
 import cache
-import common
+from library.files import tensor_files
 import predict
 import rope_patch
 from rope_patch import extract_batch_field, get_image_shapes_multi_resolution, patch_qwen_model_for_multi_resolution
@@ -309,7 +309,7 @@ def test_training_step_equals_the_formula_with_stock_one_at_a_time(tmp_path, mas
     error = abs(log_of(tmp_path / "a")[0]["loss"] / loss.item() - 1)
     show("loss", error, 3e-6)
     assert error <= 3e-6 # one of them maybe on a card
-    moments, _ = common.read_tensors(tmp_path / "a" / "checkpoint-000001" / "optimizer.safetensors")
+    moments, _ = tensor_files.read_tensors(tmp_path / "a" / "checkpoint-000001" / "optimizer.safetensors")
     grads = {name: p.grad for name, p in stock.named_parameters() if p.requires_grad and p.grad is not None}
     errors = {name: rel(10 * moments["exp_avg." + name], grad) for name, grad in grads.items() if grad.any()}
     show("worst LoRA gradient", max(errors.values()), 1e-5)
@@ -426,7 +426,7 @@ def test_resume_is_bitwise(tmp_path, optimizer, flags):
         real(self)
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "step", killed)
-        patch.setitem(sys.modules, "extras.probe", None) # whose trial takes steps of its own
+        patch.setitem(sys.modules, "training.preflight", None) # whose trial takes steps of its own
         train_log(tmp_path / "b", *flags)
     shutil.rmtree(tmp_path / "b" / "checkpoint-000004")
     with open(tmp_path / "b" / "log.jsonl", "a", encoding="utf-8") as f:

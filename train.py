@@ -25,7 +25,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
-import extras # before all others: no folder that stands here, such as cache/, is taken for one of them
+import library # before all others: no folder that stands here, such as cache/, is taken for one of them
 import contextlib
 import hashlib
 import json
@@ -39,21 +39,27 @@ from importlib.metadata import version
 from pathlib import Path
 
 import common
-from common import (LORA_FILE, InputError, checkpoints, first_words, key_value, natural, not_negative, number,
-                    positive, say, write_file)
-from extras import lora_args, optimizers, run_folder
+from common import InputError, first_words, say, write_file
+from library.cli import command_line, flag_types
+from library.cli.flag_types import key_value, natural, not_negative, number, positive
+from library.data import dataset, stat_cache
+from library.lora import layer_patterns, lora_paths
+from library.lora.lora_paths import LORA_FILE, checkpoints
+from library.models import environment
+from library.results import code_hash
+from training import best_step, optimizers, run_folder
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
-parser = common.Parser(__doc__, "--model MODEL --data DIR [--val_data DIR] [--plan] [--max_steps N] [--sample_every N] "
+parser = command_line.Parser(__doc__, "--model MODEL --data DIR [--val_data DIR] [--plan] [--max_steps N] [--sample_every N] "
                        "[--target_pixels AREA] [--quantize int8] [--offload N] [--resume]")
-common.add_model_flags(parser)
-common.add_data_flags(parser)
+command_line.add_model_flags(parser)
+command_line.add_data_flags(parser)
 flag = parser.group("LoRA")
 flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory",
-     type=number(int, 1, common.MOST_RANK))
+     type=number(int, 1, flag_types.MOST_RANK))
 flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default: the rank)",
-     type=number(float, 1e-6, common.MOST_ALPHA))
+     type=number(float, 1e-6, flag_types.MOST_ALPHA))
 flag("--lora_dropout", 0.0, "share of the LoRA's inputs that are set to 0", type=number(float, 0, 0.99))
 flag("--lora_targets", ["attention"], "linear layers, by the ends of their names (to_q net.2 ...); attention: all of "
      "the attention, image and text; all-linear: all of the blocks", nargs="+")
@@ -81,17 +87,17 @@ flag("--timestep_sampling", "qwen_shift", "qwen_shift: logit-normal, shifted by 
 flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
 flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
 # These change memory and speed. Only --quantize and --transformer change the result.
-flag = common.add_transformer_flags(parser)
+flag = command_line.add_transformer_flags(parser)
 flag("--gradient_checkpointing", None, "number of blocks that the backward pass recomputes: more take less memory and "
      "more time (default: on a GPU as many as its memory requires, else all)", type=natural)
 flag("--fsdp", False, "shard the frozen base over torchrun's processes (FSDP2)")
 flag("--compile", False, "torch.compile the blocks: minutes at first, then faster; needs gcc")
 flag = parser.group("validation pictures: as predict.py generates them with the same flags")
 flag("--sample_lora", [], "LoRAs added to the trained one while these are generated, such as Lightning", nargs="+")
-common.add_sample_flags(flag, "num_inference_steps true_cfg_scale shift negative_prompt".split())
+command_line.add_sample_flags(flag, "num_inference_steps true_cfg_scale shift negative_prompt".split())
 flag = parser.group("run")
 flag("--use_cache", True, "--no-use_cache encodes each sample when it is used; all models stay loaded")
-flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=common.seed_number)
+flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=flag_types.seed_number)
 flag("--out_dir", None, "run folder (default: out/<model>-<data>-001, next number for the next run)")
 flag("--sample_every", 0, "steps between validations; 0: only at the end", type=natural)
 flag("--val_pictures", 24, "generate at most this many validation pictures, spread over all samples; the validation "
@@ -102,32 +108,32 @@ flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", cho
 flag("--plan", False, "only print the tokens, memory and time this would take; needs no weights")
 flag("--resume", False, "continue the run in --out_dir, or the newest run of this model and data; if there is none, "
      "begin")
-args = common.parse_data_args(parser, "train.py") # tiny/defaults.json has those of --model tiny, the default
+args = command_line.parse_data_args(parser, "train.py") # tiny/defaults.json has those of --model tiny, the default
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
 peft_args = dict(args.lora_args)
 if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
-lora_args.refuse(peft_args)
+layer_patterns.refuse_lora_args(peft_args)
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.num_inference_steps == 1 and not args.shift:
     parser.error("argument --num_inference_steps: 1 needs a --shift; give one, or 2 or more steps")
-common.check_text("--negative_prompt", args.negative_prompt)
+flag_types.check_text("--negative_prompt", args.negative_prompt)
 if args.fsdp and common.world() < 2:
     parser.error("argument --fsdp: needs several processes; start with torchrun --nproc_per_node=N")
-if not args.use_cache and (args.skip_bad or any(map(common.is_index, args.data + args.val_data))):
+if not args.use_cache and (args.skip_bad or any(map(flag_types.is_index, args.data + args.val_data))):
     parser.error("argument --use_cache: an index is a cache, and --skip_bad finds broken pictures when it fills one; "
                  "leave out --no-use_cache")
 optimizers.refuse_missing(args, parser)
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
-pretrained_file = common.find_lora(args.pretrained_lora) if args.pretrained_lora else None
-sample_lora_files = [common.find_lora(path) for path in args.sample_lora]
-run_name = common.run_name(args.model, args.data)
+pretrained_file = lora_paths.find_lora(args.pretrained_lora) if args.pretrained_lora else None
+sample_lora_files = [lora_paths.find_lora(path) for path in args.sample_lora]
+run_name = dataset.run_name(args.model, args.data)
 out_dir = run_folder.find(args, run_name)
-common.look_over(args)
+dataset.look_over(args)
 say(f"{out_dir}: a LoRA for {args.model}, trained on {' '.join(args.data)}; the libraries take some seconds")
 
 # What follows takes ten seconds to import, so it comes behind all that needs a second.
@@ -139,15 +145,17 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import (agree, bases, best, disk, draw, failures, finite, fit, hints, lora_files, plan, probe, resume,
-                    sources, surroundings, tracker, unchanged)
-from extras.log import Log
+from library.lora import base_model, foreign_loras
+from library.models import devices
+from training import failures, memory_fit, plan, preflight, resume, run_log, validation
+from training.run_log import Log
 from rope_patch import blocks_of, checkpoint_blocks, plan_packs, run_packed
 
 # --plan works without a network, too: of a published model it knows the configs. It plans such a model for a card.
 if args.plan:
     plan.settle(args)
-common.find_devices(args) # fills in --device, --vae_device, --text_encoder_device and --dtype
+devices.find_devices(args) # fills in --device, --vae_device, --text_encoder_device and --dtype
+predict.check_file(args)
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 # LoRAs and models are hashed before they are read, and compared when they are in memory.
 sample_loras = list(map(common.file_hash, sample_lora_files))
@@ -155,8 +163,8 @@ for path in sample_lora_files: # now, as a model may be downloaded next
     predict.read_lora(path)
 pretrained_hash = pretrained_file and common.file_hash(pretrained_file)
 if pretrained_file: # (tensors, metadata): a finished run's at the scale at which it was trained, like a checkpoint's
-    pretrained = lora_files.unfold(pretrained_file, *predict.read_lora(pretrained_file))
-    unchanged.refuse_replaced([pretrained_file], [pretrained_hash], common.file_hash)
+    pretrained = foreign_loras.unfold(pretrained_file, *predict.read_lora(pretrained_file))
+    stat_cache.refuse_changed_files([pretrained_file], [pretrained_hash], common.file_hash)
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
 # In the order of a step, which is in short:
@@ -183,7 +191,7 @@ if pretrained_file: # (tensors, metadata): a finished run's at the scale at whic
 @dataclass
 class Pick:
     """What is trained at one position of the stream, chosen before any file is opened."""
-    sample: common.Sample
+    sample: dataset.Sample
     encoding: dict # one of sample.encodings: the shapes and the file of its latents
     prompt: str # one of the sample's; "" if it was dropped; with `preserve` one of --preserve_prompts
     with_controls: bool # False: text-to-image; the prompt's embedding does not see the controls either
@@ -205,7 +213,7 @@ class Pick:
 @dataclass
 class Item:
     """The tensors of a Pick. I: target tokens, K: tokens of all controls, T: prompt tokens, C: latent channels, J: text
-    channels; base: in --dtype. Python ignores the strings; extras/fit.py makes items of zeros by them, to measure
+    channels; base: in --dtype. Python ignores the strings; training/memory_fit.py makes items of zeros by them, to measure
     memory. A field that few samples have gets a default: in those items it stays at that, and takes none."""
     x0: "float32 I C" # the target's latents, i.e. the data
     noise: "float32 I C"
@@ -352,11 +360,11 @@ def learning_rate(n):
 
 # ==== HELPERS, by subject (if you have one GPU, skip what they say about ranks, processes and --fsdp) =================
 
-# ---- checkpoints: the LoRA, and what extras/resume.py needs to go on -------------------------------------------------
+# ---- checkpoints: the LoRA, and what training/resume.py needs to go on -------------------------------------------------
 
 def write_checkpoint(path, step, optimizer):
     """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
-    rename folders. extras/probe.py tries this before the first step, with an optimizer of its own."""
+    rename folders. training/preflight.py tries this before the first step, with an optimizer of its own."""
     with optimizers.averaged_weights(optimizer):
         resume.save_optimizer(path, optimizer, lora, step=step, config=config)
         predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
@@ -365,9 +373,9 @@ def save_checkpoint(step):
     """Adds a checkpoint to the run folder. The newest --keep, with this one, and the best stay."""
     path = out_dir / f"checkpoint-{step:06d}"
     write_checkpoint(path, step, optimizer)
-    disk.sync_folder(out_dir)
-    with failures.tried("old checkpoints"):
-        best.remove_others(out_dir, [*checkpoints(out_dir)[-args.keep:], path])
+    common.sync_folder(out_dir)
+    with failures.warn_on_failure("old checkpoints"):
+        best_step.remove_others(out_dir, [*checkpoints(out_dir)[-args.keep:], path])
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
@@ -390,11 +398,11 @@ def make_model(weights):
     except Exception as e: # whatever peft raises
         raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); give other "
                          "--lora_args, or another --lora_rank")
-    lora_args.refuse_idle(peft_args, lora)
+    layer_patterns.refuse_unused_args(peft_args, lora)
     if pretrained_file and weights:
         predict.load_weights(transformer, pretrained[0], pretrained_file)
     predict.load_loras(transformer, sample_lora_files)
-    unchanged.refuse_replaced(sample_lora_files, sample_loras, common.file_hash)
+    stat_cache.refuse_changed_files(sample_lora_files, sample_loras, common.file_hash)
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
 
@@ -475,7 +483,7 @@ def step_error(where, what, step, picks, remedy):
     names = ", ".join(f"{p.sample.name}: {p.tokens:,} tokens" for p in picks)
     return InputError(f"{where}: {what} at step {step + 1} ({names}); {remedy}")
 
-# ---- validation: the loss of samples that are not trained; extras/draw.py draws them ---------------------------------
+# ---- validation: the loss of samples that are not trained; training/validation.py draws them ---------------------------------
 
 def validation_due(step):
     """Whether a validation follows this step. (After the last step there is one in any case.)"""
@@ -507,11 +515,11 @@ def validate(step):
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
-            losses = failures.together(validation_loss, args.fsdp)
+            losses = failures.on_all_processes(validation_loss, args.fsdp)
             if world_size > 1:
                 dist.all_reduce(losses)
             val_loss = losses.mean().item()
-            say(finite.loss_line(step, val_loss))
+            say(validation.loss_line(step, val_loss))
             drawn = drawer.draw(step)
     except (Exception, SystemExit) as e:
         failures.warn_of_validation(e, step, args.fsdp)
@@ -519,19 +527,19 @@ def validate(step):
         transformer.train()
     if rank == 0 and val_loss is not None:
         record, sheets = drawn or (dict(psnr={}, pictures=[]), {})
-        with failures.tried("the log"):
+        with failures.warn_on_failure("the log"):
             # what this loss may be compared with; drawer says it of its pictures
-            record["loss_of"] = best.loss_of(val_samples, args)
+            record["loss_of"] = best_step.loss_of(val_samples, args)
             log.write(dict(step=step, val_loss=val_loss, val_losses=[round(x, 5) for x in losses.tolist()], **record,
                            seconds=round(clock() - begun, 4)))
-            say(best.describe(out_dir))
-        with failures.tried("--tracker"):
+            say(best_step.describe(out_dir))
+        with failures.warn_on_failure("--tracker"):
             track(step, dict(val_loss=val_loss), sheets)
 
 # ==== THE RUN =========================================================================================================
 
 # Processes. torchrun starts several of this script, each with a rank of its own; without torchrun there is one, rank 0.
-common.start_processes(args)
+devices.start_processes(args)
 rank, world_size = common.rank(), common.world()
 if args.batch_size < world_size:
     say(f"warning: --batch_size {args.batch_size} for {world_size} processes: some have no sample")
@@ -558,7 +566,7 @@ hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
 if not args.plan: # which encodes nothing
     # Tried on shapes: LoRAs and flags that do not fit the model, or a disk without room, end the run before that.
     _, lora = make_model(weights=False)
-    common.on_first_process(partial(disk.check_room, out_dir, sum(p.numel() for p in lora.values()), args.keep,
+    common.on_first_process(partial(run_folder.check_room, out_dir, sum(p.numel() for p in lora.values()), args.keep,
                                     args.ema))
     # 58 GB take a minute: the first process reads them, the others find its answers (on other machines they read, too)
     common.on_first_process(lambda: list(map(hash_part, models.values())))
@@ -587,15 +595,15 @@ if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this 
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
 if args.compile:
-    import extras.compile # which looks for a compiler
-    extras.compile.compile_blocks(blocks_of(transformer))
+    import library.models.compilation # which looks for a compiler
+    library.models.compilation.compile_blocks(blocks_of(transformer))
 
 # What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise (gradient
 # checkpointing). Without dropout, the only randomness in a block, its random state need not be kept: a copy less.
 recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=args.lora_dropout > 0)
 recomputed = None
 if args.gradient_checkpointing is None: # measures on a GPU; None on a CPU
-    recomputed = fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), fit.table_bytes(samples), Item,
+    recomputed = memory_fit.keep_what_fits(transformer, memory_fit.lengths_of(samples, Pick), memory_fit.table_bytes(samples), Item,
                                     flow_loss, recompute, args, say)
 if recomputed is None:
     recomputed = recompute(args.gradient_checkpointing)
@@ -608,20 +616,20 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 
 # Every checkpoint and LoRA file says this about the run. predict.py generates at these sizes (at the first target area,
 # if there are several), and --resume compares the config.
-config = resume.compared(args, pretrained_hash=pretrained_hash, geometry=geometry, data_hash=cache.data_hash(epoch),
+config = resume.compared_settings(args, pretrained_hash=pretrained_hash, geometry=geometry, data_hash=cache.data_hash(epoch),
                          model_hash=hashes["model"], scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
-around = versions | surroundings.described() | dict(recipe=sources.training(sources.RECIPE))
-base = bases.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
+around = versions | environment.describe_environment() | dict(recipe=code_hash.training(code_hash.RECIPE))
+base = base_model.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
-bases.compare([*sample_lora_files, pretrained_file], base)
+base_model.warn_other_base([*sample_lora_files, pretrained_file], base)
 
 # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
 common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
 
 # What would happen for the first time at a checkpoint or at the end is tried now: what cannot be saved, or read back,
 # ends the run here.
-probe.check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta,
+preflight.check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta,
             partial(predict.load_transformer, transformer_folder, args.dtype, weights=False), parser.get_default)
 
 # Continue: compare once more, now that data and model are known, then put LoRA and optimizer back. Order, noise and
@@ -632,27 +640,27 @@ if checkpoint:
     checkpoint = None # frees its tensors
 
 if val_samples: # a validation also draws pictures
-    drawer = draw.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
+    drawer = validation.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
                          args)
 # All models are in memory now: are they what was hashed? (Asked before the log begins, so that the same command may run
 # again. A file that changes from here on does not matter.)
-unchanged.refuse_replaced(models.values(), hashes.values(), hash_part)
+stat_cache.refuse_changed_files(models.values(), hashes.values(), hash_part)
 
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 if rank == 0:
-    kept = resume.take_up(out_dir, step, around) if args.resume else []
+    kept = resume.continue_log(out_dir, step, around) if args.resume else []
     begin = json.dumps(dict(command=sys.argv, flags=vars(args), **around, started=time.time()), default=str)
     write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
     log = Log(out_dir / "log.jsonl")
-    with failures.refused(f"--tracker {args.tracker}"):
-        track = tracker.open_tracker(args.tracker, out_dir, step, config)
+    with failures.fail_as_input_error(f"--tracker {args.tracker}"):
+        track = run_log.open_tracker(args.tracker, out_dir, step, config)
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
 # From here on a signal (Ctrl-C, SIGTERM, a closed terminal) is noted, and ends the run after the current step; in a
 # validation, after the step that follows it. ExitStack does what `with` does, without indenting the loop.
 signals, stop = contextlib.ExitStack(), False
-signals_seen = signals.enter_context(common.signals_noted())
+signals_seen = signals.enter_context(common.catch_signals())
 
 # A thread loads the next step while this one computes. (Encoders need the device themselves, so with --no-use_cache the
 # step waits its turn.)
@@ -672,13 +680,13 @@ try:
         t0 = clock()
 
         # A file may be damaged, or have changed, on one process: then all leave.
-        picks, passes = failures.together(next(loaded_steps).result)
+        picks, passes = failures.on_all_processes(next(loaded_steps).result)
 
         # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a
         # mean is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
         sample_losses = torch.zeros(len(picks), device=args.device)
         failed = []
-        with failures.kept(failed):
+        with failures.catch_into(failed):
             for pack, items in passes:
                 # Only --lora_dropout is random here. Each pack has a seed of its own, so a resumed run drops the same
                 # inputs; other packs or processes drop others.
@@ -717,10 +725,10 @@ try:
         for group in optimizer.param_groups: # the rate is ours: an optimizer's own would be overwritten
             group["lr"] = lr
         # Every process takes this step by itself, and must take the same one, also with an optimizer that draws
-        # numbers. (Python's and numpy's are not seeded: extras/probe.py refuses an optimizer that draws those.) The
+        # numbers. (Python's and numpy's are not seeded: training/preflight.py refuses an optimizer that draws those.) The
         # step and its number are one statement: whatever fails before or after it, the weights are what `step` says.
         torch.manual_seed(seed_of("optimizer", step))
-        marks = failures.marks(optimizer, step)
+        marks = failures.versions_of(optimizer, step)
         _, step = optimizer.step(), step + 1
         optimizer.zero_grad(set_to_none=True)
         seconds = clock() - t0
@@ -730,16 +738,16 @@ try:
         at_end = step == args.max_steps or stop
         save_now = at_end or validation_due(step) or step % args.save_every == 0 or late
         if rank == 0:
-            with failures.tried("the log"):
+            with failures.warn_on_failure("the log"):
                 record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
-                              tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))
+                              tokens=sum(p.tokens for p in picks), memory=round(devices.memory_of(args.device), 3))
                 record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
                 record["timesteps"] = [round(p.s.item(), 4) for p in picks]
                 record["losses"] = [round(x, 5) for x in sample_losses]
                 log.write(record, sync=save_now)
-                with failures.tried("--tracker"):
+                with failures.warn_on_failure("--tracker"):
                     track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
-                with failures.tried("the progress bar"):
+                with failures.warn_on_failure("the progress bar"):
                     bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
                     bar.update()
                 # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
@@ -748,9 +756,9 @@ try:
                     say(*step_lines(record, left))
                 if step == first_step + 1:
                     say("the curves, in a browser: "
-                        + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
+                        + common.shell_command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
         if save_now: # what is saved is what all processes have. (Behind the log: if one has died, the first one saves)
-            agree.compare(out_dir, step, lora.values())
+            failures.compare_loras(out_dir, step, lora.values())
             late = common.on_first_process(partial(failures.save_or_warn, save_checkpoint, out_dir, step, late,
                                                    args.save_every, at_end))
 except BaseException as e: # whatever ends the loop, what was learned is saved first
@@ -759,7 +767,7 @@ except BaseException as e: # whatever ends the loop, what was learned is saved f
 finally:
     if rank == 0:
         log.flush()
-    with failures.tried("the progress bar"):
+    with failures.warn_on_failure("the progress bar"):
         bar.close()
 
 # ---- the end: if a kill interrupts it, --resume repeats it -----------------------------------------------------------
@@ -777,8 +785,8 @@ else:
     if rank == 0:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
-    with failures.tried("the next commands"):
-        say(*hints.next_commands(args, out_dir, parser.get_default))
+    with failures.warn_on_failure("the next commands"):
+        say(*best_step.next_commands(args, out_dir, parser.get_default))
 if rank == 0 and not log.flush():
     say(f"warning: {log.path}: its last {len(log.waiting)} lines could not be written")
 signals.close()

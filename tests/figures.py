@@ -123,14 +123,14 @@ FIGURES = {
     "eight": (REAL + "torchrun --nproc_per_node=8 " + PLAN + "--batch_size 8", [
         ("`--batch_size 8` take #-# card-hours", cell("card-hours", "H100") + "#", "last", "5 %")]),
     "card": ("pytest -s tests/test_fake_card.py --full -k plan", [("counts the same within # %", "", "", "")]),
-    "low_bit": ("pytest -s tests/test_extras.py -k low_bit_base", [
+    "low_bit": ("pytest -s tests/test_quantization.py -k low_bit_base", [
         (f"| `{kind}` | # / # | # / # |", BOTH.format(kind) + r"[\s\S]*?" + BOTH.format(kind), "last", "6 %")
         for kind in ("int8", "fp8", "nf4")]), # without outlier channels, then with them
     "kill_cache": (FAULTS + "--kills 200 -k cache_killed", [("kill `cache.py` # times", "# kills of", "last", "0")]),
     "kill_train": (FAULTS + "--kills 200 -k training_killed", [("`train.py` # times", "# kills of", "last", "0")]),
     "fuzz": (FAULTS + "--fuzz 1000 -k no_damage", [("| # damages", ": # damages", "sum", "5 %")]),
     "doctor": ("pytest -s tests/test_doctor.py", [("must find # % of most kinds, with at most # %", "", "", "")]),
-    "align": ("pytest -s tests/test_mask.py --full -k also_if_it_was_turned", [
+    "align": ("pytest -s tests/test_automatic_mask.py --full -k also_if_it_was_turned", [
         ("Of # pairs with planted motions it called", "^turned.*: # of", "last", "0"),
         ("# of them were within a quarter", "^turned.*, # within", "last", "0"),
         ("pixel (median # px;", "^turned.*median #", "last", "0.005")]),

@@ -1,6 +1,6 @@
 """
 What a stranger may have put into a JSON file: types swapped, numbers that are huge or none, texts with controls, things
-missing, added, nested. Used by test_strangers_lora.py and test_page.py; --fuzz N makes N damages of each file.
+missing, added, nested. Used by test_foreign_headers.py and test_page.py; --fuzz N makes N damages of each file.
 """
 import copy
 import json

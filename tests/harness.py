@@ -43,6 +43,11 @@ from tqdm import tqdm
 
 import cache
 import common
+from library.cli import flag_types
+from library.data import dataset, index_file
+from library.files import tensor_files
+from library.lora import lora_paths
+from library.results import result_names
 import predict
 from rope_patch import patch_qwen_model_for_multi_resolution
 
@@ -374,8 +379,7 @@ def encoder_flags(**changes):
 
 def is_whole(path, key):
     """Whether predict.py has saved this picture with this key, and no bit of it has changed since."""
-    from extras import finished
-    return finished.drawn_by(path, key) is not None
+    return result_names.drawn_by(path, key) is not None
 
 def paint_picture(size=(64, 64), seed=0, mode="RGB"):
     """It returns a picture that is smooth, colourful, not symmetric, and another one for every seed."""
@@ -473,7 +477,7 @@ def samples_of(pipe, data, texts=None, **geometry):
     problems, samples = [], []
     data = data if isinstance(data, list) else [data]
     for root in data:
-        found, wrong = common.read_dataset(root)
+        found, wrong = dataset.read_dataset(root)
         samples, problems = samples + found, problems + wrong
     texts = texts or (lambda s: [(prompt, True) for prompt in s.prompts])
     geometry = dict(target_pixels=["native"], control_pixels="native", upscale=True) | geometry
@@ -491,16 +495,15 @@ def make_cache(data, cache_dir, *flags):
 
 def index_of(cache_dir):
     """It returns the samples of the one dataset in a cache folder, by name."""
-    from extras import indexes # here, as the claims do without
     index, = [p for p in Path(cache_dir).glob("*.json")]
-    return {s.name: s for s in indexes.read_index(index)[0]}
+    return {s.name: s for s in index_file.read_index(index)[0]}
 
 def load(cache_dir, name=None):
     """It returns one sample's tensors, as they lie in the files, and its entry in the index."""
     samples = index_of(cache_dir)
     sample = samples[name or next(iter(samples))]
     files = sample.encodings[0]["file"], sample.texts[sample.prompts[0], True]["file"]
-    latents, text = [common.read_tensors(file, key=file.stem)[0] for file in files]
+    latents, text = [tensor_files.read_tensors(file, key=file.stem)[0] for file in files]
     return latents | text, sample
 
 def assert_same(got, want):
@@ -519,8 +522,8 @@ def cached_files(cache_dir):
 
 def job_of(pipe, images, tmp_path, area=64 * 64, seed=3, prompt="add a red border", **settings):
     """It returns what predict.py makes of its flags: a sample, encoded, and read from the cache for denoise()."""
-    sample = common.make_sample("--prompt", images[0], "a", None, images, [prompt])
-    sample.settings = dict(common.SAMPLING, num_inference_steps=3, seed=seed) | settings
+    sample = dataset.make_sample("--prompt", images[0], "a", None, images, [prompt])
+    sample.settings = dict(flag_types.SAMPLING, num_inference_steps=3, seed=seed) | settings
     texts = [(prompt, True), (sample.settings["negative_prompt"], True)]
     cache.plan_sample(pipe, sample, texts, dict(target_pixels=[area], control_pixels=area, upscale=True),
                       cache.encoder_fingerprints(Path(pipe.name_or_path), tmp_path / "c"),
@@ -838,11 +841,11 @@ def assert_same_run(out_dir, other):
 def assert_checkpoints_whole(out_dir):
     """Every file of every checkpoint can be read."""
     for path in out_dir.glob("checkpoint-*/*.safetensors"):
-        common.read_tensors(path, "lora_adapter_metadata" if path.name == predict.LORA_FILE else "json")
+        tensor_files.read_tensors(path, "lora_adapter_metadata" if path.name == predict.LORA_FILE else "json")
 
 def steps_of(out_dir):
     """It returns the steps of which a run has checkpoints."""
-    return list(map(common.number_of, common.checkpoints(out_dir)))
+    return list(map(lora_paths.number_of, lora_paths.checkpoints(out_dir)))
 
 # ---- fixtures --------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ import torch
 from PIL import Image
 
 import common
-from extras import known
-from extras.indexes import read_index
-from extras.strangers import command, is_utf8, open_tensors, shown
+from common import is_utf8, open_tensors, printable, shell_command
+from library.data import stat_cache
+from library.data.index_file import read_index
+from library.lora import lora_paths
 from tests.harness import (EXACT, TINY, Reader, add_item, assert_same_run, copy_model, is_one_line, lora_file,
                            lora_tensors, paste, run_script)
 
@@ -63,9 +64,9 @@ DRAW = f"--cache_dir @cache --num_inference_steps 2 {CPU}"
 WORDS = {
     "cache.py": [f"--data @data --val_data @data --cache_dir >cache --model @model {CPU}"],
     "train.py": [f"{TRAIN} --val_data @data --num_inference_steps 2 --model @model --transformer @one.safetensors "
-                 f"--sample_lora @{common.LORA_FILE}", f"{TRAIN} --val_data --pretrained_lora @{common.LORA_FILE}"],
+                 f"--sample_lora @{lora_paths.LORA_FILE}", f"{TRAIN} --val_data --pretrained_lora @{lora_paths.LORA_FILE}"],
     "predict.py": [f"--image @data/control/good.png --prompt snow --out >new.png --model @model {DRAW} "
-                   f"--transformer @one.safetensors --lora @{common.LORA_FILE}",
+                   f"--transformer @one.safetensors --lora @{lora_paths.LORA_FILE}",
                    f"--image @data/control --prompt snow --out_dir >results {DRAW}",
                    f"--jobs @jobs.jsonl --out_dir >results --transformer @model --lora @run {DRAW}"],
     "tools/lean_train.py": [f"{TRAIN} --model @model --transformer @one.safetensors"],
@@ -73,9 +74,9 @@ WORDS = {
     "tools/page.py": ["@run --data @data --out >page.html"],
     "tools/prune.py": ["@cache"],
     "tools/measure.py": ["@drawn @data --json >measured.json --model @model --device cpu"],
-    "tools/convert_lora.py": [f"@{common.LORA_FILE} --to comfyui --out >comfy.safetensors",
+    "tools/convert_lora.py": [f"@{lora_paths.LORA_FILE} --to comfyui --out >comfy.safetensors",
                               "@run --to diffusers --out >ours.safetensors",
-                              f"@{common.LORA_FILE} --to model --model @model --out >merged"],
+                              f"@{lora_paths.LORA_FILE} --to model --model @model --out >merged"],
     "tools/import_data.py": [">imported --target @data/target --control @data/control --mask @data/mask",
                              "@data >imported", "@table.json >imported", "@old >imported"],
     "tools/gpu_check.py": [], "tools/bench.py": []} # these read nothing; gpu_check's --out gets JSON
@@ -140,8 +141,8 @@ def test_the_log_the_index_and_the_lists_have_the_bytes_again(work):
     assert set(samples) == {f"{BYTES}/{BYTES}", "good"}
     assert all(os.path.isfile(path) for sample in samples.values() for path in sample.contents)
     entry = {str(next(iter(samples["good"].contents))): [[1, 2, 3, 4], [[64, 64], "0" * 64]]}
-    known.write_memory(work.cache / "pictures.txt", entry)
-    assert known.read_memory(work.cache / "pictures.txt") == entry
+    stat_cache.write_memory(work.cache / "pictures.txt", entry)
+    assert stat_cache.read_memory(work.cache / "pictures.txt") == entry
 
 def test_its_commands_can_be_pasted_and_its_page_opens(work):
     """Those of the last lines, and that of a contact sheet; links of the page lead to files."""
@@ -193,10 +194,10 @@ def test_a_tracker_that_takes_no_such_name_says_so_before_anything_is_encoded(tr
 
 def test_one_way_to_show_a_byte_and_one_to_paste_it():
     """Half a character that is no byte of a name, as only JSON can have it, is shown, and cannot be pasted."""
-    assert shown(f"a{BYTES}\ud800") == "acaf\\xe9\\ud800" and paste(command([BYTES])) == [BYTES]
+    assert printable(f"a{BYTES}\ud800") == "acaf\\xe9\\ud800" and paste(shell_command([BYTES])) == [BYTES]
     assert is_utf8("caf\xe9") and not is_utf8(BYTES)
     with pytest.raises(ValueError):
-        command(["\ud800"])
+        shell_command(["\ud800"])
 
 def test_the_way_around_reads_what_safetensors_refuses(tmp_path):
     """Also behind the file's end of use, as a mapping stays."""

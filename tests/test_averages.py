@@ -16,8 +16,8 @@ import pytest
 import torch
 from diffusers.training_utils import EMAModel
 
-import common
-from extras import disk, failures, fit, optimizers, plan, resume
+from library.files import disk, tensor_files
+from training import failures, memory_fit, optimizers, plan, resume, run_folder
 from tests.harness import (EXACT, HERE, NATIVE, add_item, assert_bitwise, assert_same_run, curve, is_one_line, log_of,
                            lora_of, refused, run_script, validations_of)
 
@@ -125,7 +125,7 @@ def test_files_have_the_average_and_the_training_goes_on_as_if_nobody_had_looked
 def test_other_optimizers_have_files_without_a_second_copy(tmp_path, data):
     """And --ema 0 leaves the class as it is."""
     ns = train(tmp_path / "a", flags_of(data, "torch.optim.AdamW"), "--val_data", "--max_steps", 1).globals
-    moments, _ = common.read_tensors(tmp_path / "a/checkpoint-000001/optimizer.safetensors")
+    moments, _ = tensor_files.read_tensors(tmp_path / "a/checkpoint-000001/optimizer.safetensors")
     assert {name.split(".")[0] for name in moments} == {"exp_avg", "exp_avg_sq", "step"}
     assert type(ns["optimizer"]) is torch.optim.AdamW
     assert {*ns["optimizer"].state[next(iter(ns["lora"].values()))]} == {"exp_avg", "exp_avg_sq", "step"}
@@ -203,22 +203,22 @@ def test_a_name_that_is_no_class_is_answered_and_torch_is_not_waited_for(name):
     assert result.stdout.endswith(f"{name.startswith('torch')}\n")
 
 def test_half_a_step_with_ema_is_noticed():
-    """extras/failures.py counts the changes of torch's own optimizers; with --ema they are still known as torch's."""
+    """training/failures.py counts the changes of torch's own optimizers; with --ema they are still known as torch's."""
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = optimizers.with_ema(torch.optim.AdamW, 0.9)([p])
     for change in (lambda: p.add_(1), lambda: optimizer.state[p]["averaged"].add_(1)):
         p.grad = torch.ones(3)
         optimizer.step()
-        before = failures.marks(optimizer, 1)
-        assert before == failures.marks(optimizer, 1)
+        before = failures.versions_of(optimizer, 1)
+        assert before == failures.versions_of(optimizer, 1)
         with torch.no_grad():
             change()
-        assert before != failures.marks(optimizer, 1)
+        assert before != failures.versions_of(optimizer, 1)
 
 def test_the_average_is_counted_wherever_memory_and_room_are(tmp_path, data, monkeypatch):
     """On the card, in --plan's table, on the disk, and in what a checkpoint may be long."""
     model = torch.nn.Linear(10, 10, bias=False)
-    assert [fit.learning_bytes(model, SimpleNamespace(ema=ema)) for ema in (0, 0.9)] == [5 * 400, 6 * 400]
+    assert [memory_fit.learning_bytes(model, SimpleNamespace(ema=ema)) for ema in (0, 0.9)] == [5 * 400, 6 * 400]
     monkeypatch.setattr(plan, "GIB", 2**20)
     flags = [*flags_of(data, "torch.optim.AdamW"), "--val_data", "--lora_rank", 64, "--plan"]
     rows = []
@@ -227,9 +227,9 @@ def test_the_average_is_counted_wherever_memory_and_room_are(tmp_path, data, mon
         rows.append(re.search(r"^ +[\d.]+ +([\d.]+).*as given", planned.out, re.M)[1])
     assert float(rows[1]) == pytest.approx(float(rows[0]) * 4 / 3, abs=0.02)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(total=10**12, free=19 * 10**6))
-    disk.check_room(tmp_path, 10**6, 1)
+    run_folder.check_room(tmp_path, 10**6, 1)
     with refused(tmp_path, "takes 0.02 GB"):
-        disk.check_room(tmp_path, 10**6, 1, ema=0.9)
+        run_folder.check_room(tmp_path, 10**6, 1, ema=0.9)
     (tmp_path / "long").touch()
     for moments in (5, 7):
         os.truncate(tmp_path / "long", moments * 4 * 2**26)

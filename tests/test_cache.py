@@ -27,8 +27,10 @@ from transformers import Qwen2VLProcessor
 
 import cache
 import common
+from library.data import dataset as dataset_, index_file, picture_files, stat_cache
+from library.data.dataset import look_at, read_dataset, run_name
+from library.files import tensor_files
 import predict
-from extras import indexes, known
 from tests.harness import (DEVICE, DTYPE, DTYPE_NAME, NATIVE, ON_DEVICE, TINY, add_item, as_v1, assert_same,
                            cached_files, change_weight, copy_model, damage_tensors, encode, encoder_flags, flip,
                            index_of, is_one_line, load, make_cache, paint_picture, refused, rel, run_script, samples_of,
@@ -68,12 +70,12 @@ def test_samples_are_encoded_as_the_stock_pipeline_encodes_them(tmp_path, pipes,
     assert sample.texts[prompt, True]["tokens"] == len(got[name]) # known without encoding
 
 def test_sizes_are_the_stock_geometry():
-    assert common.fit_size((1920, 1080), 1024 * 1024) == (1376, 768) # sqrt(area * 16 / 9) = 1365 is nearest to 43 * 32
-    assert common.fit_size((64, 48), 1024 * 1024) == (1184, 896)
-    assert common.fit_size((64, 48), 1024 * 1024, upscale=False) == (64, 64) # its own size, sides rounded to 32
-    assert common.fit_size((4000, 3000), 1024 * 1024, upscale=False) == (1184, 896)
-    assert common.fit_size((33, 330), "native") == (32, 320)
-    assert common.fit_size((640, 64), 32 * 32) == (96, 32) # the stock formula gives a side of 0 here, and crashes
+    assert picture_files.fit_size((1920, 1080), 1024 * 1024) == (1376, 768) # sqrt(area * 16 / 9) = 1365 is nearest to 43 * 32
+    assert picture_files.fit_size((64, 48), 1024 * 1024) == (1184, 896)
+    assert picture_files.fit_size((64, 48), 1024 * 1024, upscale=False) == (64, 64) # its own size, sides rounded to 32
+    assert picture_files.fit_size((4000, 3000), 1024 * 1024, upscale=False) == (1184, 896)
+    assert picture_files.fit_size((33, 330), "native") == (32, 320)
+    assert picture_files.fit_size((640, 64), 32 * 32) == (96, 32) # the stock formula gives a side of 0 here, and crashes
 
 @pytest.mark.parametrize("family", ["Plus", "v1"])
 def test_the_text_encoder_knows_rows_and_columns_of_a_picture(pipes, monkeypatch, family):
@@ -184,7 +186,7 @@ def test_a_thread_writes_what_is_encoded_and_the_last_file_is_there_before_an_in
     the very end is an error too, in one line."""
     for n in range(12):
         add_item(tmp_path / "data", f"{n}")
-    encode, write, encoded, written, behind = cache.encode_latents, common.write_tensors, [], [], []
+    encode, write, encoded, written, behind = cache.encode_latents, tensor_files.write_tensors, [], [], []
 
     def write_tensors(path, *args):
         if path.parent.name == "latents":
@@ -197,7 +199,7 @@ def test_a_thread_writes_what_is_encoded_and_the_last_file_is_there_before_an_in
             path.unlink()
             raise common.InputError(f"{path}: cannot be written; free some space")
     monkeypatch.setattr(cache, "encode_latents", lambda *args: encoded.append(1) or encode(*args))
-    monkeypatch.setattr(common, "write_tensors", write_tensors)
+    monkeypatch.setattr(tensor_files, "write_tensors", write_tensors)
     for fails in (False, True):
         encoded[:], written[:] = [], []
         result = make_cache(tmp_path / "data", tmp_path / f"{fails}")
@@ -251,8 +253,8 @@ def test_a_large_picture_is_no_warning(tmp_path):
     Image.new("1", (12000, 8000)).save(tmp_path / "large.png") # 96 megapixels
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert common.image_size(tmp_path / "large.png") == (12000, 8000)
-        common.read_image(tmp_path / "large.png")
+        assert picture_files.image_size(tmp_path / "large.png") == (12000, 8000)
+        picture_files.read_image(tmp_path / "large.png")
 
 def test_a_model_may_be_pinned_to_a_revision(monkeypatch):
     calls = []
@@ -261,8 +263,8 @@ def test_a_model_may_be_pinned_to_a_revision(monkeypatch):
     for model in ("Qwen/Edit@v1.0", "Qwen/Edit"):
         assert cache.find_model(model, cache.ENCODERS) == TINY
     assert calls == [("Qwen/Edit", "v1.0"), ("Qwen/Edit", None)]
-    assert common.run_name("Qwen/Edit@v1.0", ["photos"]) == "Edit@v1.0-photos"
-    assert common.run_name("Qwen/Edit@refs/pr/3", ["photos"]) == "Edit@refs-pr-3-photos"
+    assert run_name("Qwen/Edit@v1.0", ["photos"]) == "Edit@v1.0-photos"
+    assert run_name("Qwen/Edit@refs/pr/3", ["photos"]) == "Edit@refs-pr-3-photos"
 
 # ---- what a cached file depends on -----------------------------------------------------------------------------------
 
@@ -348,19 +350,19 @@ def test_the_text_encoder_in_few_bits_gives_other_texts_and_the_same_latents(roo
 
 def test_no_damage_to_a_cache_file_goes_unnoticed(tmp_path):
     path, meta, tensors = tmp_path / "f.safetensors", dict(version="2.0", key="k"), dict(a=torch.zeros(4, 4))
-    common.write_tensors(path, tensors, meta)
+    tensor_files.write_tensors(path, tensors, meta)
     sound = path.read_bytes()
-    assert common.read_tensors(path, key="k")[1] == meta
+    assert tensor_files.read_tensors(path, key="k")[1] == meta
     damaged = [sound + b"\0", *[sound[:n] for n in range(len(sound))]]
     damaged += [flip(8 * n + n % 8)(sound) for n in range(len(sound))] # a bit of each byte
     damaged += [sound[:n] + bytes(16) + sound[n + 16:] for n in range(0, len(sound) - 16, 8) if any(sound[n:n + 16])]
     damaged += [safetensors.torch.save(tensors, {"json": m}) for m in ("[]", "5", '{"digest": 5}', '{"digest": ""}')]
-    common.write_tensors(path, tensors, meta | dict(version="3.0"))
+    tensor_files.write_tensors(path, tensors, meta | dict(version="3.0"))
     damaged.append(path.read_bytes())
     for content in damaged:
         path.write_bytes(content)
         with refused(path):
-            common.read_tensors(path, key="k")
+            tensor_files.read_tensors(path, key="k")
 
 @pytest.mark.parametrize("write", [torch.save, pickle.dump])
 def test_no_pickle_is_ever_opened(tmp_path, write):
@@ -369,7 +371,7 @@ def test_no_pickle_is_ever_opened(tmp_path, write):
             return os.mkdir, (str(tmp_path / "exploded"),)
     for path in [tmp_path / f"a.{suffix}" for suffix in ("pt", "pth", "bin", "ckpt", "pkl", "safetensors", "json")]:
         write(Bomb(), path.open("wb"))
-        for read in (common.read_tensors, predict.read_lora, indexes.read_index):
+        for read in (tensor_files.read_tensors, predict.read_lora, index_file.read_index):
             with refused(path):
                 read(path)
     weights = copy_model(tmp_path / "model") / "vae/diffusion_pytorch_model.safetensors"
@@ -446,7 +448,7 @@ def test_a_model_folder_without_weights_is_no_other_model(root):
         next((root.model / part).glob("*.safetensors")).unlink()
     here, args = cache.encoder_fingerprints(root.model, root.cache), SimpleNamespace(cache_dir=root.cache)
     assert list(here) == ["pipeline"]
-    samples, _ = indexes.open_index(root.index, here, lambda s: [], args)
+    samples, _ = index_file.open_index(root.index, here, lambda s: [], args)
     assert len(samples) == 2
 
 def test_a_copied_cache_trains_and_validates_on_a_machine_without_the_pictures(tmp_path, data):
@@ -477,7 +479,7 @@ def test_an_index_holds_what_the_last_call_has_asked_for_and_files_stay_until_th
     root.make("--caption_dropout_rate", 0.1)
     before, files = root.index.read_text("utf-8"), cached_files(root.cache)
     assert root.make().status == 0 and cached_files(root.cache) == files
-    texts = {s.name: [prompt for prompt, _ in s.texts] for s in indexes.read_index(root.index)[0]}
+    texts = {s.name: [prompt for prompt, _ in s.texts] for s in index_file.read_index(root.index)[0]}
     assert texts == dict.fromkeys(("cat", "dog"), ["add a red border"])
     root.make("--caption_dropout_rate", 0.1)
     assert root.index.read_text("utf-8") == before and cached_files(root.cache) == files
@@ -507,7 +509,7 @@ def test_a_dataset_that_is_trained_on_and_validated_on_keeps_all_its_files(data,
     for other in (data, add_item(tmp_path / "other", "dog")):
         assert make_cache(other, tmp_path / "c", "--val_data", data, *flags).status == 0
         prune(tmp_path / "c", "--delete")
-        sample, = [s for s in indexes.read_index(tmp_path / "c/tiny-data.json")[0] if s.name == "cat"]
+        sample, = [s for s in index_file.read_index(tmp_path / "c/tiny-data.json")[0] if s.name == "cat"]
         assert len(sample.encodings) == 2 and ("", True) in sample.texts and is_cached(sample)
 
 def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_datasets_always(data, tmp_path):
@@ -519,7 +521,7 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
         path.unlink()
     result = make_cache(data, cache_dir)
     assert result.status == 0 and "2 files" in prune(cache_dir) and cached_files(cache_dir) == before
-    assert [s.name for s in indexes.read_index(cache_dir / "tiny-data.json")[0]] == ["good"] # nobody shall train them
+    assert [s.name for s in index_file.read_index(cache_dir / "tiny-data.json")[0]] == ["good"] # nobody shall train them
     (cache_dir / "mine.json").write_text("{}", "utf-8") # no index
     assert make_cache(data, cache_dir).status == 0
     (cache_dir / "mine.json").unlink()
@@ -531,19 +533,19 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
     assert make_cache(data, cache_dir).status == 1
     assert "2 files" in prune(cache_dir, "--delete") and len(cached_files(cache_dir)) == 4
     assert "0 files" in prune(cache_dir)
-    assert all(is_cached(s) for path in cache_dir.glob("*.json") for s in indexes.read_index(path)[0])
+    assert all(is_cached(s) for path in cache_dir.glob("*.json") for s in index_file.read_index(path)[0])
 
 def read_counter():
     """In a process of its own: says on stderr that it has opened a picture."""
-    real = common.image_size
-    common.image_size = lambda path: print("opened", path, file=sys.stderr) or real(path)
+    real = picture_files.image_size
+    picture_files.image_size = lambda path: print("opened", path, file=sys.stderr) or real(path)
 
 @pytest.fixture
 def opened(monkeypatch):
     """The names of the pictures that were opened for a plan. All that this test writes counts as settled."""
-    names, real = [], common.look_at
-    monkeypatch.setattr(known, "SETTLED", -10**15)
-    monkeypatch.setattr(common, "look_at", lambda path: names.append(Path(path).name) or real(path))
+    names, real = [], look_at
+    monkeypatch.setattr(stat_cache, "SETTLED", -10**15)
+    monkeypatch.setattr(dataset_, "look_at", lambda path: names.append(Path(path).name) or real(path))
     return names
 
 def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, opened):
@@ -595,12 +597,12 @@ def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(
     (data / "target/cat.png").unlink()
     with pytest.raises(common.InputError): # planned a moment before it went
         sample, = [s for s in index_of(tmp_path / "c").values() if s.name == "cat"]
-        look = common.looks([sample], tmp_path / "c")[0]
+        look = dataset_.looks([sample], tmp_path / "c")[0]
         look(sample.target)
-    stamp_of = known.stamp_of
-    monkeypatch.setattr(known, "stamp_of", lambda path: None if path == sample.controls[0] else stamp_of(path))
-    look = common.looks([sample], tmp_path / "c")[0] # it has come since
-    assert look(sample.controls[0]) == common.look_at(sample.controls[0])
+    stamp_of = stat_cache.stat_of
+    monkeypatch.setattr(stat_cache, "stat_of", lambda path: None if path == sample.controls[0] else stamp_of(path))
+    look = dataset_.looks([sample], tmp_path / "c")[0] # it has come since
+    assert look(sample.controls[0]) == look_at(sample.controls[0])
 
 def test_folders_that_change_places_are_read_again_where_all_times_are_equal(data, tmp_path, opened, monkeypatch):
     """A BMP's length tells its size alone, and a clock may tick seldom. Nor is what another version wrote believed."""
@@ -610,7 +612,7 @@ def test_folders_that_change_places_are_read_again_where_all_times_are_equal(dat
 
     def stat(path):
         return SimpleNamespace(st_size=os.stat(path).st_size, st_mtime_ns=0, st_ctime_ns=0, st_ino=os.stat(path).st_ino)
-    monkeypatch.setattr(known, "os", SimpleNamespace(stat=stat, path=os.path, environ={}))
+    monkeypatch.setattr(stat_cache, "os", SimpleNamespace(stat=stat, path=os.path, environ={}))
     assert make_cache(data, tmp_path / "c").status == 0
     for source, to in (("target", "x"), ("control", "target"), ("x", "control")):
         (data / source).rename(data / to)
@@ -618,28 +620,28 @@ def test_folders_that_change_places_are_read_again_where_all_times_are_equal(dat
     (data / "control/good.txt").rename(data / "target/good.txt")
     opened.clear()
     assert "encoding" in make_cache(data, tmp_path / "c").out and opened.count("cat.bmp") == 2
-    for form, names in ((known.FORM, set()), (known.FORM + 1, {"cat.bmp", "good.png"})):
-        monkeypatch.setattr(known, "FORM", form)
+    for form, names in ((stat_cache.FORM, set()), (stat_cache.FORM + 1, {"cat.bmp", "good.png"})):
+        monkeypatch.setattr(stat_cache, "FORM", form)
         opened.clear()
         assert make_cache(data, tmp_path / "c").status == 0 and {*opened} == names
 
 def test_what_was_read_before_ctrl_c_is_remembered(data, tmp_path, opened, monkeypatch):
     """Pictures are asked for in their order: cat's target, cat's control, good's ..."""
-    look = common.look_at
-    monkeypatch.setattr(common, "look_at", lambda path: stop() if "control/cat" in path else look(path))
+    look = look_at
+    monkeypatch.setattr(dataset_, "look_at", lambda path: stop() if "control/cat" in path else look(path))
 
     def stop():
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         make_cache(data, tmp_path / "c")
-    monkeypatch.setattr(common, "look_at", look)
+    monkeypatch.setattr(dataset_, "look_at", look)
     opened.clear()
     assert make_cache(data, tmp_path / "c").status == 0 and opened == ["cat.png", "good.png", "good.png"]
 
 def test_a_picture_that_has_just_changed_is_not_remembered(data, tmp_path, opened, monkeypatch):
     """It may change once more within a tick of the clock."""
-    assert known.SETTLED == -10**15
-    monkeypatch.setattr(known, "SETTLED", 10**15)
+    assert stat_cache.SETTLED == -10**15
+    monkeypatch.setattr(stat_cache, "SETTLED", 10**15)
     for _ in range(2):
         opened.clear()
         assert make_cache(data, tmp_path / "c").status == 0
@@ -702,7 +704,7 @@ def test_processes_that_share_the_work_leave_nothing_out(tmp_path, monkeypatch):
     for n in range(5):
         add_item(tmp_path / "data", str(n))
     pipe, flags, written = cache.load_pipeline(TINY), encoder_flags(cache_dir=tmp_path / "c"), []
-    samples, _ = common.read_dataset(tmp_path / "data")
+    samples, _ = read_dataset(tmp_path / "data")
     geometry = dict(target_pixels=[4096], control_pixels=4096, upscale=True)
     cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -720,7 +722,7 @@ def test_what_one_process_could_not_encode_all_know(data, tmp_path, monkeypatch,
     others = [({}, [])]
     monkeypatch.setattr(common, "gather_objects", lambda value: others[place:] + [value] + others[:place])
     pipe, flags = cache.load_pipeline(TINY), encoder_flags(cache_dir=tmp_path / "c")
-    samples, _ = common.read_dataset(data)
+    samples, _ = read_dataset(data)
     geometry = dict(target_pixels=[4096], control_pixels=4096, upscale=True)
     cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
     failed = cache.encode_samples(pipe, samples, flags)
@@ -770,7 +772,7 @@ def test_what_is_not_finite_is_not_cached(data, tmp_path, monkeypatch, part, val
     result = make_cache(data, tmp_path / "c", "--skip_bad")
     assert result.status == 0 and len(result.errors) == 1 and is_one_line(result.errors[0], "target/cat.png")
     assert list(index_of(tmp_path / "c")) == ["good"]
-    tensors = [common.read_tensors(f)[0] for f in (tmp_path / "c").glob("*/*.safetensors")]
+    tensors = [tensor_files.read_tensors(f)[0] for f in (tmp_path / "c").glob("*/*.safetensors")]
     assert len(tensors) == 3 and all(t.isfinite().all() for each in tensors for t in each.values())
 
 def test_a_full_disk_and_a_folder_that_is_none_are_one_line(root, monkeypatch):

@@ -94,7 +94,7 @@ def losses_of(records):
 
 def copy_of(folder):
     """The project, without what runs have made in it."""
-    for pattern in ("*.py", "extras", "tools", "tiny", "tests/*.py", "*.ini"):
+    for pattern in ("*.py", "library", "training", "tools", "tiny", "tests/*.py", "*.ini"):
         for path in HERE.glob(pattern):
             copy = folder / path.relative_to(HERE)
             copy.parent.mkdir(exist_ok=True, parents=True)

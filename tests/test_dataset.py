@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 
 import cache
 import common
+from library.data import dataset, mask_files, picture_files
 from tests.harness import (DEVICE, NATIVE, ON_DEVICE, add_item, assert_same, encode, flip, index_of, is_one_line,
                            make_cache, paint_picture, refused, run_script, samples_of, save, show, train, within)
 
@@ -206,7 +207,7 @@ def test_marks_and_blank_lines_are_no_part_of_a_prompt_and_joiners_are(tmp_path)
     (tmp_path / "target/dog.png").write_bytes((tmp_path / "target/cat.png").read_bytes())
     (tmp_path / "m.jsonl").write_text(json.dumps(dict(target="target/cat.png", control=[], prompt=lines)), "utf-8")
     for root in (data, tmp_path / "m.jsonl"):
-        samples, _ = common.read_dataset(root)
+        samples, _ = dataset.read_dataset(root)
         assert samples[0].prompts == lines
 
 def test_a_broken_picture_is_listed_and_left_out(tmp_path, data):
@@ -222,7 +223,7 @@ def test_hidden_files_and_folders_are_passed_over(data):
     (data / "target/._cat.png").write_bytes(b"not a picture")
     save(paint_picture(), data / "target/.ipynb_checkpoints/cat-checkpoint.png")
     save(paint_picture(), data / ".trash/cat.png")
-    samples, problems = common.read_dataset(data)
+    samples, problems = dataset.read_dataset(data)
     assert sorted(s.name for s in samples) == ["cat", "good"] and not problems
 
 @pytest.mark.parametrize("width, warned", [(72, True), (68, False)])
@@ -237,7 +238,7 @@ def test_a_picture_that_may_not_be_read_is_one_line(data, monkeypatch):
         raise PermissionError
     monkeypatch.setattr(cache.Image, "open", no) # root may read everything
     with refused(data / "target/cat.png", "permissions"):
-        common.image_size(data / "target/cat.png")
+        picture_files.image_size(data / "target/cat.png")
 
 def test_a_folder_that_cannot_be_read_is_not_passed_over(data, monkeypatch):
     real = os.walk
@@ -246,7 +247,7 @@ def test_a_folder_that_cannot_be_read_is_not_passed_over(data, monkeypatch):
         yield from real(folder)
     monkeypatch.setattr(os, "walk", walk)
     with refused(data / "target/deep", "permissions"):
-        common.read_dataset(data)
+        dataset.read_dataset(data)
 
 # ---- several datasets, and pictures without controls -----------------------------------------------------------------
 
@@ -309,8 +310,8 @@ def test_pictures_are_turned_as_exif_says(tmp_path, suffix, orientation):
     exif[0x0112] = orientation
     path = save(paint_picture((96, 64)), tmp_path / f"a.{suffix}", exif=exif)
     want = TURNS[orientation](np.asarray(Image.open(path).convert("RGB")))
-    assert np.array_equal(np.asarray(common.read_image(path)), want)
-    assert common.image_size(path) == (want.shape[1], want.shape[0])
+    assert np.array_equal(np.asarray(picture_files.read_image(path)), want)
+    assert picture_files.image_size(path) == (want.shape[1], want.shape[0])
 
 def notes_behind(path, turned, kind):
     """Writes a PNG whose pixels stand before what says how they lie -> the bytes of that."""
@@ -335,9 +336,9 @@ def test_exif_behind_the_pixels_of_a_png_turns_it(tmp_path, kind, orientation, m
     want = ImageOps.exif_transpose(Image.open(path))
     assert np.array_equal(np.asarray(want), TURNS[orientation](np.asarray(paint_picture((96, 64)))))
     for content in (None, common.file_hash(path)):
-        assert np.array_equal(np.asarray(common.read_image(path, content)), np.asarray(want))
+        assert np.array_equal(np.asarray(picture_files.read_image(path, content)), np.asarray(want))
     monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decodes the pixels"))
-    assert common.image_size(path) == want.size
+    assert picture_files.image_size(path) == want.size
 
 def test_damage_behind_the_pixels_of_a_png_must_not_matter(tmp_path):
     """No note of it hides the EXIF in its right place, and size and pixels agree."""
@@ -350,10 +351,10 @@ def test_damage_behind_the_pixels_of_a_png_must_not_matter(tmp_path):
         damaged[place] ^= 1 << rng.integers(8)
         path.write_bytes(sound[:-12] + damaged + sound[-12:])
         try:
-            size = common.read_image(path).size
+            size = picture_files.read_image(path).size
         except common.InputError: # a chunk's length that leads nowhere
             continue
-        assert common.image_size(path) == size
+        assert picture_files.image_size(path) == size
         turned += size == (64, 96)
     assert turned > 40
 
@@ -361,7 +362,7 @@ def test_the_size_of_a_large_png_is_known_without_reading_it(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (2000, 2000, 3), dtype=np.uint8)
     path = save(Image.fromarray(noise), tmp_path / "a.png", compress_level=0)
     begin = time.process_time()
-    assert {common.image_size(path) for _ in range(20)} == {(2000, 2000)}
+    assert {picture_files.image_size(path) for _ in range(20)} == {(2000, 2000)}
     seconds = (time.process_time() - begin) / 20
     show("seconds for the size of a PNG of 12 MB", seconds, 0.03)
     assert seconds < 0.03
@@ -369,23 +370,23 @@ def test_the_size_of_a_large_png_is_known_without_reading_it(tmp_path):
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif", "avif"])
 def test_what_is_decoded_is_what_was_hashed(tmp_path, suffix):
     path = save(paint_picture(), tmp_path / f"a.{suffix}")
-    content, want = common.file_hash(path), common.read_image(path)
-    assert np.array_equal(np.asarray(common.read_image(path, content)), np.asarray(want))
+    content, want = common.file_hash(path), picture_files.read_image(path)
+    assert np.array_equal(np.asarray(picture_files.read_image(path, content)), np.asarray(want))
     save(paint_picture(seed=1), path)
-    for read in (common.read_image, common.read_mask):
+    for read in (picture_files.read_image, mask_files.read_mask):
         with refused(path, "has changed since it was looked at; run the same command again"):
             read(path, content)
     with pytest.MonkeyPatch.context() as patch: # it changes between two readings: there is only one
         patch.setattr(Path, "read_bytes", lambda path, data=path.read_bytes(): data)
-        content, changed = common.file_hash(path), common.read_image(path)
+        content, changed = common.file_hash(path), picture_files.read_image(path)
         save(paint_picture(seed=2), path)
-        assert np.array_equal(np.asarray(common.read_image(path, content)), np.asarray(changed))
+        assert np.array_equal(np.asarray(picture_files.read_image(path, content)), np.asarray(changed))
     path.write_bytes(b"")
     with refused(path):
-        common.read_image(path, content)
+        picture_files.read_image(path, content)
     path.unlink()
     with refused(path):
-        common.read_image(path, content)
+        picture_files.read_image(path, content)
 
 def strange_exif():
     """Blocks with damage of every kind; all of them hold an orientation at first."""
@@ -405,7 +406,7 @@ def strange_exif():
 def test_damaged_exif_is_ignored(tmp_path, suffix):
     for n, block in enumerate(strange_exif()):
         path = save(paint_picture((96, 64)), tmp_path / f"{n}.{suffix}", exif=block)
-        assert common.image_size(path) == common.read_image(path).size, block
+        assert picture_files.image_size(path) == picture_files.read_image(path).size, block
 
 @pytest.mark.parametrize("mode, suffix, level", [
     ("RGBA", "png", 0), ("LA", "png", 0), ("P", "png", 0), ("RGB", "png", 0), ("L", "png", 0), ("RGBA", "webp", 3)])
@@ -420,31 +421,31 @@ def test_what_is_transparent_becomes_white(tmp_path, mode, suffix, level):
     else: # one colour, or one entry of the palette, is declared transparent
         image = image.convert(mode)
         options["transparency"] = (200, 200, 200) if mode == "RGB" else 200 if mode == "L" else image.getpixel((0, 0))
-    got = np.asarray(common.read_image(save(image, tmp_path / f"a.{suffix}", **options)))
+    got = np.asarray(picture_files.read_image(save(image, tmp_path / f"a.{suffix}", **options)))
     assert (got[:32, :32] == 255).all()
     assert (abs(got[32:].astype(int) - 30) <= level).all()
 
 def test_half_transparent_is_half_white(tmp_path):
     path = save(Image.new("RGBA", (32, 32), (0, 100, 200, 128)), tmp_path / "a.png")
-    assert common.read_image(path).getpixel((0, 0)) == pytest.approx((127, 177, 227), abs=1)
+    assert picture_files.read_image(path).getpixel((0, 0)) == pytest.approx((127, 177, 227), abs=1)
 
 def test_16_bit_gray_is_scaled_not_clipped(tmp_path):
     levels = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
-    got = np.asarray(common.read_image(save(Image.fromarray(levels), tmp_path / "a.png"))).astype(float)
+    got = np.asarray(picture_files.read_image(save(Image.fromarray(levels), tmp_path / "a.png"))).astype(float)
     assert abs(got - (levels / 257)[..., None]).max() <= 1
 
 @pytest.mark.parametrize("mode, suffix", [("CMYK", "jpg"), ("1", "png"), ("L", "jpg"), ("P", "png"), ("L", "bmp")])
 def test_other_modes_become_rgb(tmp_path, mode, suffix):
     path = save(paint_picture(mode=mode), tmp_path / f"a.{suffix}")
-    got = common.read_image(path)
+    got = picture_files.read_image(path)
     assert got.mode == "RGB" and np.array_equal(np.asarray(got), np.asarray(Image.open(path).convert("RGB")))
 
 def test_the_content_counts_not_the_suffix(tmp_path):
     image, path = paint_picture(), tmp_path / "a.jpg"
     image.save(path, format="PNG")
-    assert np.array_equal(np.asarray(common.read_image(path)), np.asarray(image))
+    assert np.array_equal(np.asarray(picture_files.read_image(path)), np.asarray(image))
     image.save(path, format="MPO", save_all=True, append_images=[image]) # a JPEG with a preview, as phones write them
-    assert common.image_size(path) == common.read_image(path).size == (64, 64)
+    assert picture_files.image_size(path) == picture_files.read_image(path).size == (64, 64)
 
 @pytest.mark.filterwarnings("ignore") # of PIL, about the damage
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif", "avif"])
@@ -456,11 +457,11 @@ def test_no_damage_to_a_picture_is_a_traceback(tmp_path, suffix):
     flips = [flip(int(bit))(sound) for bit in [*range(8 * 60), *rng.integers(0, 8 * len(sound), 300)]]
     for n, content in enumerate(cuts + flips):
         path.write_bytes(content)
-        for read in (common.image_size, common.read_image):
+        for read in (picture_files.image_size, picture_files.read_image):
             try:
                 with within(5):
                     read(path)
-                assert n >= len(cuts) or read is common.image_size, f"cut to {len(content)} bytes went unnoticed"
+                assert n >= len(cuts) or read is picture_files.image_size, f"cut to {len(content)} bytes went unnoticed"
             except common.InputError as e:
                 assert is_one_line(str(e), path)
 
@@ -471,7 +472,7 @@ def test_a_picture_with_a_bomb_in_its_text_is_refused(tmp_path):
     for where in (33, -12): # after the header, and before the end
         path.write_bytes(sound[:where] + bomb + sound[where:])
         with refused(path):
-            common.read_image(path)
+            picture_files.read_image(path)
 
 def test_every_picture_of_a_sample_is_prepared_alike(tmp_path, plus):
     """A turned picture with transparency equals the one that a person sees, as target, control, mask and prompt."""

@@ -18,8 +18,10 @@ from safetensors import SafetensorError
 
 import cache
 import common
+from library.files import disk
+from library.lora import lora_paths
+from training import run_folder
 import predict
-from extras import disk, probe, resume, run_folder
 from tests.harness import (add_item, assert_bitwise, assert_checkpoints_whole, assert_same_run, damage_tensors,
                            is_one_line, killed_runs, lora_of, paint_picture, refused, run_script, save, steps_of,
                            validations_of)
@@ -85,19 +87,21 @@ def test_training_killed_in_a_bucket_ends_as_the_unbroken_run(tmp_path, small, s
 
 def test_a_folder_without_its_lora_is_no_checkpoint(tmp_path, unbroken):
     """Nobody takes it for one, --resume clears it away, and it does not count for --keep."""
+    from training import resume
     run = shutil.copytree(unbroken.out_dir, tmp_path / "run")
     for name in ("DONE", predict.LORA_FILE, f"checkpoint-000012/{predict.LORA_FILE}"):
         (run / name).unlink()
     (run / "checkpoint-000012/.tmp-0123").touch()
-    assert steps_of(run) == [10] and common.find_lora(run).parent.name == "checkpoint-000010"
+    assert steps_of(run) == [10] and lora_paths.find_lora(run).parent.name == "checkpoint-000010"
     with refused("no LoRA", "half-written checkpoint") as e:
-        common.find_lora(run / "checkpoint-000012")
+        lora_paths.find_lora(run / "checkpoint-000012")
     assert resume.OPTIMIZER_FILE not in str(e.value) # which is none
     assert resume.find_checkpoint(run, SimpleNamespace(optimizer="")).info["step"] == 10
     resume.clean_folder(run, 10)
     assert [path.name for path in run.glob("checkpoint*")] == ["checkpoint-000010"]
 
 def test_a_damaged_checkpoint_is_put_aside_file_by_file(tmp_path, unbroken):
+    from training import resume
     run = shutil.copytree(unbroken.out_dir, tmp_path / "run")
     damage_tensors(run / "checkpoint-000012" / resume.OPTIMIZER_FILE)
     files = {path.name: path.read_bytes() for path in (run / "checkpoint-000012").iterdir()}
@@ -113,17 +117,17 @@ def test_a_damaged_checkpoint_is_put_aside_file_by_file(tmp_path, unbroken):
 def test_a_checkpoint_that_cannot_be_deleted_is_one_warning_and_goes_later(tmp_path, small, monkeypatch, faults):
     """NFS keeps what somebody reads. What is left over is no half checkpoint, and the next one deletes it."""
     run, flags = tmp_path / "run", [*small.flags, "--out_dir", tmp_path / "run", "--save_every", 1, "--keep", 1]
-    real = disk.remove_old
+    real = run_folder.remove_old
 
     def refuse(folder):
         with bad_disk(run, faults):
             real(folder)
-    monkeypatch.setattr(disk, "remove_old", refuse)
+    monkeypatch.setattr(run_folder, "remove_old", refuse)
     result = run_script("train.py", *flags, "--max_steps", 3)
     assert result.status == 0 and count("an old checkpoint-... cannot be deleted", result) == 1, result.err
     assert len(list(run.glob("checkpoint-*"))) == 3 and steps_of(run) == ([3] if "rmdir" in faults else [1, 2, 3])
     assert_checkpoints_whole(run)
-    monkeypatch.setattr(disk, "remove_old", real)
+    monkeypatch.setattr(run_folder, "remove_old", real)
     assert run_script("train.py", *flags, "--max_steps", 4, "--resume").status == 0
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-000004"]
 
@@ -168,30 +172,32 @@ def test_room_for_a_checkpoint_is_asked_before_anything_slow(tmp_path, small, no
     assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "run", "1e-06 GB", "space"), result.err
     usage(12 * 10**6 + 10)
     common.warn_once.cache_clear()
-    disk.check_room(tmp_path, 10**6, 2) # fits once: no error
+    run_folder.check_room(tmp_path, 10**6, 2) # fits once: no error
     usage(1e12)
     with bad_disk(tmp_path, dict(fsync=errno.EDQUOT)), refused(tmp_path, "0.004 GB", "0.012 GB"):
-        disk.check_room(tmp_path, 10**6, 2)
+        run_folder.check_room(tmp_path, 10**6, 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
-    disk.check_room(tmp_path, 10**6, 2)
+    run_folder.check_room(tmp_path, 10**6, 2)
 
 def test_a_write_that_a_limit_cuts_short_counts_what_it_wrote(tmp_path):
     """It raises nothing."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20 + 500, before[1]))
     try:
-        assert disk.room_for(tmp_path, (2**20 + 1000,)) == 2**20 + 500
+        assert run_folder.room_for(tmp_path, (2**20 + 1000,)) == 2**20 + 500
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 def test_the_trial_of_an_optimizer_is_written_into_the_runs_folder(tmp_path, small, monkeypatch):
     """TMPDIR may be full; what the trial has written is gone afterwards."""
-    folders, real = set(), probe.save_optimizer
+    from training import resume
+    from training import preflight
+    folders, real = set(), resume.save_optimizer
 
     def save_optimizer(folder, *rest):
         folders.add(folder.parent)
         real(folder, *rest)
-    monkeypatch.setattr(probe, "save_optimizer", save_optimizer)
+    monkeypatch.setattr(preflight, "save_optimizer", save_optimizer)
     result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "run")
     assert result.status == 0 and folders == {tmp_path / "run"}, result.err
     assert not list((tmp_path / "run").glob(".tmp-*"))
@@ -211,9 +217,9 @@ def test_pictures_of_long_names_are_cut_where_a_disk_takes_short_ones(tmp_path, 
 def test_less_room_than_keep_needs_is_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**12, free=30 * 10**6))
     common.warn_once.cache_clear()
-    disk.check_room(tmp_path, 10**6, 2)
+    run_folder.check_room(tmp_path, 10**6, 2)
     assert "room for 2 more checkpoints of 0.012 GB, and --keep 2 will need 3" in capsys.readouterr().err
-    disk.check_room(tmp_path, 10**6, 1)
+    run_folder.check_room(tmp_path, 10**6, 1)
     assert not capsys.readouterr().err
 
 def renaming_tools(small, two_loras, folder):
@@ -275,12 +281,13 @@ def test_an_open_file_need_not_be_deleted(tmp_path, capsys, number):
     common.warn_once.cache_clear()
     with bad_disk(tmp_path, dict(unlink_open=number)):
         folder, lock = run_folder.lock(SimpleNamespace(out_dir="x", resume=False), tmp_path / "run", "a")
-        assert lock.is_locked and disk.room_for(folder, [100, 100]) == float("inf")
+        assert lock.is_locked and run_folder.room_for(folder, [100, 100]) == float("inf")
     lock.release()
     assert os.listdir(folder) in ([".lock"], []) and not capsys.readouterr().err
 
 def test_what_a_dead_process_has_left_may_stay(tmp_path, unbroken, capsys):
     """--resume warns of temporary files that it cannot delete; what marks a run as finished must go."""
+    from training import resume
     run = shutil.copytree(unbroken.out_dir, tmp_path / "run")
     for name in (".tmp-abc", ".tmp-0123456789/a"):
         save(paint_picture(), run / f"{name}.png")

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 
-import common
+from library.cli import flag_types
+from library.data import dataset, index_file, picture_files
+from library.results import contact_sheets
 import predict
-from extras import indexes, sheet
 from tests.harness import (FULL, NATIVE, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture,
                            put_shape, run_script, save, show)
 from tools import doctor, doctor_pairs
@@ -64,7 +65,7 @@ def test_planted_faults_are_found_and_edits_raise_no_alarm(tmp_path):
     def examined(control, target):
         files = [save(image, tmp_path / f"{name}.jpg", quality=int(rng.integers(70, 96)))
                  for name, image in (("target", target), ("control", control))]
-        return doctor.examine_pair(*map(common.read_image, files))
+        return doctor.examine_pair(*map(picture_files.read_image, files))
 
     size = lambda: SHAPES[rng.integers(len(SHAPES))]
     for kind in EDITS * (5 if FULL else 2):
@@ -238,7 +239,7 @@ def test_the_table_counts_what_cache_py_will_encode(tmp_path, data):
     assert "text tokens" in result.out and "text tokens" not in plain.out and "4 samples with 5 prompts" in plain.out
     assert re.search(r"\ncontrols +0 +1 +2\n", plain.out) and re.search(r"\ntarget width +64 +64 +160\n", plain.out)
     assert run_script("cache.py", "--data", *flags, "--val_data", "--cache_dir", tmp_path / "c").status == 0
-    samples = indexes.read_index(tmp_path / "c/tiny-data+faces.json")[0]
+    samples = index_file.read_index(tmp_path / "c/tiny-data+faces.json")[0]
     assert len(rows) == len(samples) == 4
     sheet = np.asarray(Image.open(tmp_path / "out/sheet_overview_1.png"))
     assert (sheet == (12, 200, 77)).all(-1).sum() > 500 # further controls are drawn too
@@ -274,7 +275,7 @@ def test_the_area_that_the_doctor_names_enlarges_nothing_and_is_the_largest(size
     assert doctor.area_without([dict(sizes=[size, size]) for size in sizes]) == want
     for area in [want] if want else []:
         for size in sizes:
-            assert not doctor.enlargement([("", size, common.fit_size(size, common.pixels(area), True))])
+            assert not doctor.enlargement([("", size, picture_files.fit_size(size, flag_types.pixels(area), True))])
 
 def test_the_last_line_is_the_training_that_comes_next(tmp_path):
     """At the sizes that were judged, without enlarging; held-out pairs apart, with the copy that was aligned; errors
@@ -308,7 +309,7 @@ def test_pairs_are_examined_side_by_side(tmp_path, data, monkeypatch):
         return examine_sample(sample, **others)
     monkeypatch.setattr(doctor, "examine_sample", together)
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: 2)
-    samples, _ = common.read_dataset(data)
+    samples, _ = dataset.read_dataset(data)
     samples = samples[:len(samples) // 2 * 2]
     args = SimpleNamespace(target_pixels=["native"], control_pixels="native", upscale=True)
     good, rows, _, problems = doctor.examine(samples, None, args)
@@ -329,31 +330,31 @@ def test_pairs_are_reported_in_their_order(tmp_path):
 
 def test_sheets_write_any_name_and_keep_thumbnails_only(tmp_path, monkeypatch):
     """A letter that no font here has is drawn as its number, not as a box; one that a font has, with it."""
-    monkeypatch.setattr(sheet, "fonts", lambda: [ImageFont.load_default(14)])
-    drawn = lambda text: np.asarray(sheet.contact_sheet([[text]], [""]))
+    monkeypatch.setattr(contact_sheets, "fonts", lambda: [ImageFont.load_default(14)])
+    drawn = lambda text: np.asarray(contact_sheets.contact_sheet([[text]], [""]))
     assert np.array_equal(drawn("\u732b: moved"), drawn("\\u732b: moved"))
     assert np.array_equal(drawn("half\udcff"), drawn("half\\xff")) # a byte that is no UTF-8
     assert (drawn("plain") < 128).any() and not np.array_equal(drawn("plain"), drawn("\\u0070lain"))
-    assert sheet.shown_prompt("\u83ca\u82b1", "flower") == "flower"
+    assert contact_sheets.shown_prompt("\u83ca\u82b1", "flower") == "flower"
 
     class Font: # every letter, also that which is none, has a glyph of its own
         def getmask(self, text):
             return text.encode("utf-16", "surrogatepass")
-    monkeypatch.setattr(sheet, "fonts", lambda: [ImageFont.load_default(14), Font()])
-    assert sheet.shown_prompt("\u83ca\u82b1", "flower") == "\u83ca\u82b1"
-    assert isinstance(sheet.font_for("a\u732b"), Font)
-    assert not isinstance(sheet.font_for("a cat"), Font)
+    monkeypatch.setattr(contact_sheets, "fonts", lambda: [ImageFont.load_default(14), Font()])
+    assert contact_sheets.shown_prompt("\u83ca\u82b1", "flower") == "\u83ca\u82b1"
+    assert isinstance(contact_sheets.font_for("a\u732b"), Font)
+    assert not isinstance(contact_sheets.font_for("a cat"), Font)
     picture, tall = natural(np.random.default_rng(0), (700, 301)), natural(np.random.default_rng(1), (65, 900))
     cells = [picture, [tall, picture], "text", None]
-    small = [sheet.thumbnail(cell) for cell in cells]
-    assert max(small[0].size + small[1].size) == sheet.CELL
-    assert np.array_equal(sheet.contact_sheet([cells], [""] * 4), sheet.contact_sheet([small], [""] * 4))
+    small = [contact_sheets.thumbnail(cell) for cell in cells]
+    assert max(small[0].size + small[1].size) == contact_sheets.CELL
+    assert np.array_equal(contact_sheets.contact_sheet([cells], [""] * 4), contact_sheets.contact_sheet([small], [""] * 4))
     kept = []
     monkeypatch.setattr(doctor, "contact_sheet", lambda rows, titles: kept.extend(rows) or Image.new("L", (8, 8)))
     sample = SimpleNamespace(prompts=["a prompt"])
     doctor.write_sheets(tmp_path, "moved", [("words", [sample])], lambda sample: cells)
     (words, one, beside, *others), = kept
-    assert words == "words" and others == cells[2:] and max(one.size + beside.size) == sheet.CELL
+    assert words == "words" and others == cells[2:] and max(one.size + beside.size) == contact_sheets.CELL
 
 def test_every_error_is_listed_and_the_others_are_examined(tmp_path, data):
     """A missing control, a mask of another shape, broken pictures (also of further controls and masks)."""
@@ -394,7 +395,7 @@ def test_masks_by_hand_are_read_as_the_training_reads_them_and_shown(tmp_path):
     assert len([src for src in shown if "/mask-" in src]) == 3 # of all but the strokes
     n = sorted(name for name in masks if name not in ("photo", "none")).index("strokes")
     got = np.asarray(Image.open(tmp_path / f"out/pictures/mask_by_hand-{n}-2.jpg"), float)
-    target = np.asarray(common.read_image(data / "target/strokes.png"), float)
+    target = np.asarray(picture_files.read_image(data / "target/strokes.png"), float)
     assert abs(got[4:28] - target[4:28]).mean() < 4 and abs(got[36:] - target[36:] // 4).mean() < 4
     assert (tmp_path / "out/sheet_mask_by_hand_1.png").exists()
     assert "Mask by hand" not in Reader(diagnose_alone(data, tmp_path / "two")).texts["h2"]
@@ -535,7 +536,7 @@ def test_a_pair_of_different_pictures_is_not_said_to_have_moved_too(tmp_path, mo
         save(pictures[3 if i == 2 else i].resize(image.size), tmp_path / f"data/target/{i}.png")
         (tmp_path / f"data/target/{i}.txt").write_text("go", "utf-8")
     args = SimpleNamespace(target_pixels=["native"], control_pixels="native", upscale=True)
-    _, rows, findings, _ = doctor.examine(common.read_dataset(tmp_path / "data")[0], None, args)
+    _, rows, findings, _ = doctor.examine(dataset.read_dataset(tmp_path / "data")[0], None, args)
     assert rows[2]["findings"] == ["other picture: shows the control of 3"]
     for kind in ("moved", "recoloured"):
         assert [indices for _, indices in findings[kind]] == [[0], [1], [3], [4], [5]]
@@ -547,7 +548,7 @@ def test_a_pair_of_another_shape_need_not_correspond(tmp_path):
         save(image if i != 2 else stranger.resize((image.width, image.height // 2)), tmp_path / f"data/target/{i}.png")
         (tmp_path / f"data/target/{i}.txt").write_text("go", "utf-8")
     args = SimpleNamespace(target_pixels=["native"], control_pixels="native", upscale=True)
-    _, _, findings, _ = doctor.examine(common.read_dataset(tmp_path / "data")[0], None, args)
+    _, _, findings, _ = doctor.examine(dataset.read_dataset(tmp_path / "data")[0], None, args)
     assert [indices for _, indices in findings["other shape"]] == [[2]] and not findings["other picture"]
 
 def test_where_most_pairs_are_recoloured_it_is_perhaps_the_edit(tmp_path):

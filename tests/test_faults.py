@@ -24,9 +24,12 @@ from conftest import OPTIONS
 
 import cache
 import common
+from library.data import index_file
+from library.files import tensor_files
+from library.lora import lora_paths
+from training import resume
 import predict
 import rope_patch
-from extras import indexes, resume
 from tests.harness import (ADAMW, HERE, assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip,
                            is_one_line, kill, killed_runs, log_of, losses_of, refused, run_script, start_ranks,
                            steps_of, until)
@@ -42,7 +45,7 @@ def slow(module, name, seconds):
 
 def stops_before_the_second_file(mark):
     """For a child process: it stops itself there, and says so by this file; each file takes a while."""
-    real, calls = common.write_tensors, []
+    real, calls = tensor_files.write_tensors, []
 
     def write_tensors(*args, **kwargs):
         calls.append(1)
@@ -51,7 +54,7 @@ def stops_before_the_second_file(mark):
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.2)
         return real(*args, **kwargs)
-    common.write_tensors = write_tensors
+    tensor_files.write_tensors = write_tensors
 
 def slow_steps():
     """For a child process: a checkpoint, and each step, take so long that a signal comes before the next one."""
@@ -76,7 +79,7 @@ def test_cache_killed_at_any_instant_loses_and_repeats_nothing(tmp_path, small, 
         status = process.wait()
         kills += status == -9
         for path in cache_dir.glob("*/*.safetensors"):
-            common.read_tensors(path, key=path.stem)
+            tensor_files.read_tensors(path, key=path.stem)
             assert seen.setdefault(path, path.stat().st_mtime_ns) == path.stat().st_mtime_ns, "encoded again"
         if status == 0:
             assert {p.relative_to(cache_dir): p.read_bytes() for p in cache_dir.glob("*/*.safetensors")} == whole
@@ -155,11 +158,11 @@ def test_a_signal_ends_a_training_after_the_step_with_a_checkpoint(tmp_path, sma
 def test_a_closed_terminal_is_a_signal_unless_nohup_was_asked_for():
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL) # these tests may be under nohup themselves
     try:
-        with common.signals_noted() as stopped:
+        with common.catch_signals() as stopped:
             os.kill(os.getpid(), signal.SIGHUP)
         assert stopped == [signal.SIGHUP] and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with common.signals_noted() as stopped:
+        with common.catch_signals() as stopped:
             os.kill(os.getpid(), signal.SIGHUP)
         assert stopped == []
     finally:
@@ -236,7 +239,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_file(tmp_path, small, s
     assert is_one_line(error_of(process), tmp_path / "c", ".safetensors: ", "bytes")
     assert not list((tmp_path / "c").rglob(".tmp-*"))
     for path in tmp_path.glob("c/*/*.safetensors"):
-        common.read_tensors(path, key=path.stem)
+        tensor_files.read_tensors(path, key=path.stem)
 
 def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_old_one_stays(tmp_path, small, start, unbroken):
     out_dir = tmp_path / "run"
@@ -308,7 +311,7 @@ def test_a_finished_run_that_goes_on_is_no_longer_finished(tmp_path, unbroken):
     out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "run")
     assert resume.clean_folder(out_dir, 12) == (unbroken.out_dir / "log.jsonl").read_text("utf-8").splitlines()
     assert not (out_dir / "DONE").exists()
-    assert common.find_lora(out_dir).parent == out_dir / "checkpoint-000012"
+    assert lora_paths.find_lora(out_dir).parent == out_dir / "checkpoint-000012"
 
 def test_a_run_without_a_whole_checkpoint(tmp_path, small, start, unbroken):
     """All damaged: an error, for a person to decide. None written yet, as after an early kill: from the start."""
@@ -359,7 +362,7 @@ def test_three_writers_and_a_reader_of_one_cache(tmp_path, small, start):
             cache.read_tensors(path, key=path.stem)
             reads += 1
         if (tmp_path / "tiny-data.json").exists():
-            assert len(indexes.read_index(tmp_path / "tiny-data.json")[0]) == 5
+            assert len(index_file.read_index(tmp_path / "tiny-data.json")[0]) == 5
     assert [w.wait() for w in writers] == [0, 0, 0], [w.output() for w in writers]
     print(f"{reads} reads, none bad")
     assert reads > 10 and not list(tmp_path.rglob(".tmp-*"))
@@ -405,7 +408,7 @@ def test_no_damage_to_a_file_is_silent(tmp_path, small, unbroken, file):
     kind = "lora_adapter_metadata" if file == predict.LORA_FILE else "json"
     path, sound = tmp_path / source.name, source.read_bytes()
     path.write_bytes(sound)
-    common.read_tensors(path, kind, key)
+    tensor_files.read_tensors(path, kind, key)
     rng, n = random.Random(0), OPTIONS["fuzz"] or 30
     header = range(8 * (8 + int.from_bytes(sound[:8], "little")))
     damages = [sound[:rng.randrange(len(sound))] for _ in range(n)]
@@ -418,15 +421,15 @@ def test_no_damage_to_a_file_is_silent(tmp_path, small, unbroken, file):
             continue
         path.write_bytes(damaged)
         with refused(path):
-            common.read_tensors(path, kind, key)
+            tensor_files.read_tensors(path, kind, key)
     print(f"{file}: {len(damages) + len(bits)} damages, none silent")
 
 @pytest.mark.parametrize("old, new", [(b'"F32"', b'"I32"'), (b'"one"', b'"two"'), (b"[2,3]", b"[3,2]")])
 def test_a_tensor_of_another_type_name_or_shape_is_refused(tmp_path, old, new):
     path = tmp_path / "a.safetensors"
-    common.write_tensors(path, dict(one=torch.arange(6).reshape(2, 3).float()), {})
+    tensor_files.write_tensors(path, dict(one=torch.arange(6).reshape(2, 3).float()), {})
     sound = path.read_bytes()
     assert sound.count(old) == 1
     path.write_bytes(sound.replace(old, new))
     with refused(path, "content does not match its digest"):
-        common.read_tensors(path)
+        tensor_files.read_tensors(path)

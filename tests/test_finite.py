@@ -1,5 +1,5 @@
 """
-extras/finite.py: NaN and Inf in what a model computes are an error line, or a line of a validation's; they become no
+NaN and Inf in what a model computes are an error line, or a line of a validation's; they become no
 picture, no rank, no checkpoint and no LoRA.
 """
 import json
@@ -15,9 +15,11 @@ from PIL import Image
 
 import cache
 import common
+from library.files import tensor_files
+from library.results import png_files
+from training import best_step, validation
 import predict
 import rope_patch
-from extras import best, finite
 from tests.harness import (EXACT, NATIVE, TINY, Reader, is_one_line, lora_file, lora_tensors, refused, run_script,
                            steps_of, validations_of)
 from tools import page
@@ -92,11 +94,11 @@ def test_one_number_that_is_not_finite_is_found_wherever_it_stands(dtype):
     for bad in (math.nan, math.inf, -math.inf):
         for place in (0, 7, 5 * 6 - 1):
             numbers = torch.linspace(-1, 1, 30).to(dtype)
-            assert finite.is_finite(numbers.view(5, 6))
+            assert tensor_files.is_finite(numbers.view(5, 6))
             numbers = numbers.float()
             numbers[place] = bad
-            assert not finite.is_finite(numbers.to(dtype).view(5, 6))
-    assert finite.is_finite(torch.zeros(0, 64, dtype=dtype)) and finite.is_finite(torch.ones(3, dtype=torch.bool))
+            assert not tensor_files.is_finite(numbers.to(dtype).view(5, 6))
+    assert tensor_files.is_finite(torch.zeros(0, 64, dtype=dtype)) and tensor_files.is_finite(torch.ones(3, dtype=torch.bool))
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tiled", [False, True], ids=["whole", "tiles"])
@@ -113,9 +115,9 @@ def test_one_latent_that_is_not_finite_is_the_transformer_s(dtype, tiled):
             assert predict.decode(vae, latents, [(1, 8, 12)]) == (None, "transformer")
 
 def test_float16_and_a_large_cfg_scale_are_named_where_they_are_at_work():
-    assert "bfloat16 or float32" in finite.cause_of("VAE", "", 4.0, "float16")
-    assert "--true_cfg_scale 1e+06" in finite.cause_of("transformer", "", 1e6, "float32")
-    assert "cfg" not in finite.cause_of("transformer", "lower it", 4.0, "bfloat16")
+    assert "bfloat16 or float32" in png_files.cause_of("VAE", "", 4.0, "float16")
+    assert "--true_cfg_scale 1e+06" in png_files.cause_of("transformer", "", 1e6, "float32")
+    assert "cfg" not in png_files.cause_of("transformer", "lower it", 4.0, "bfloat16")
 
 @pytest.mark.parametrize("names, flags, words, others", [
     (["lora"], {}, ["with the trained LoRA (1.png)", "lower --lr"], ["damaged", "--sample_lora", "--true_cfg_scale"]),
@@ -127,7 +129,7 @@ def test_float16_and_a_large_cfg_scale_are_named_where_they_are_at_work():
 def test_a_validation_s_line_names_the_suspects_that_are_at_work(names, flags, words, others):
     """Of several pictures it names one that the training cannot have spoilt, as its cause is not the LoRA."""
     lost = [(name, "VAE" if name == "vae" else "transformer", f"{name != 'base':d}.png") for name in names]
-    line = finite.of_validation(lost, **dict(sample_lora=[], cfg=4.0) | flags)
+    line = validation.why_validation_not_finite(lost, **dict(sample_lora=[], cfg=4.0) | flags)
     assert line.startswith("warning: ") and "\n" not in line
     assert all(word in line for word in words) and not any(word in line for word in others), line
 
@@ -145,9 +147,9 @@ def spoil(cache_dir, name, index=None):
     """It writes NaN into the first file with this tensor, of those that the index names, and returns the file."""
     files = sorted(cache_dir.glob(f"{'latents' if 'latent' in name else 'text'}/*.safetensors"))
     file = next(file for file in files if index is None or file.stem in index.read_text("utf-8"))
-    tensors, meta = common.read_tensors(file, key=file.stem)
+    tensors, meta = tensor_files.read_tensors(file, key=file.stem)
     tensors[name][1, 2] = math.nan
-    common.write_tensors(file, tensors, meta)
+    tensor_files.write_tensors(file, tensors, meta)
     return file
 
 @pytest.mark.parametrize("name", ["pixel_latent", "prompt_embed"])
@@ -201,7 +203,7 @@ def test_a_validation_with_nan_has_no_psnr_and_no_rank_and_the_training_goes_on(
     assert len(list(run.glob("samples/base/data/*.png"))) == (2 if lora else 1)
     warning, = {line for line in result.out.splitlines() if line.startswith("warning: NaN")}
     assert ("with the trained LoRA" in warning) == lora == ("--lr" in warning) and name.split(" of ")[1] in warning
-    ranked = [step for measure, (step, _) in best.best_steps(run).items() if measure == "mean PSNR"]
+    ranked = [step for measure, (step, _) in best_step.best_steps(run).items() if measure == "mean PSNR"]
     assert lost[0] not in ranked and bool(ranked) == lora
     assert run_script("tools/page.py", run).status == 0
     text = " ".join(Reader(run / "index.html").texts["p"])
@@ -225,7 +227,7 @@ def test_a_loss_of_nan_is_said_in_words_and_never_ranked_or_kept(small, tmp_path
     lines = [line for line in result.out.splitlines() if "validation loss" in line and "best so far" not in line]
     assert [("NaN or Inf" in line) for line in lines[:4]] == [False, True, False, True] and " nan" not in result.out
     assert "best so far: step 3 by validation loss" in result.out
-    assert best.best_steps(run)["validation loss"][0] == 3 and steps_of(run) == [3, 4]
+    assert best_step.best_steps(run)["validation loss"][0] == 3 and steps_of(run) == [3, 4]
     assert f"{run / 'checkpoint-000003'} is better than the last one by validation loss" in result.out
     assert run_script("tools/page.py", run).status == 0
     text = " ".join(Reader(run / "index.html").texts["p"])
@@ -237,10 +239,10 @@ def test_a_log_in_which_no_validation_is_finite_ranks_none(tmp_path):
     record = dict(val_loss=math.nan, psnr={}, pictures=[], not_finite=["lora of a/0.png"])
     lines = [dict(flags=dict(val_data=["a"]), command=[]), dict(step=1, loss=1.0), record | dict(step=1)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    assert best.best_steps(tmp_path) == {} and best.describe(tmp_path) == "best so far: none"
-    assert best.steps_to_keep(tmp_path) == set() and best.better_checkpoints(tmp_path) == {}
+    assert best_step.best_steps(tmp_path) == {} and best_step.describe(tmp_path) == "best so far: none"
+    assert best_step.steps_to_keep(tmp_path) == set() and best_step.better_checkpoints(tmp_path) == {}
     shown = page.measures(page.read_log(tmp_path))
-    for name in best.MEASURES:
+    for name in best_step.MEASURES:
         assert shown[f"Best by {name}"].startswith("none (not ranked") and "step 1" in shown[f"Best by {name}"]
     page.make_page([tmp_path], tmp_path / "index.html", 0)
     assert "lora of a/0.png" in (tmp_path / "index.html").read_text("utf-8")

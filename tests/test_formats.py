@@ -22,8 +22,10 @@ import pytest
 import safetensors.torch
 
 import common
+from library.data import index_file
+from library.files import tensor_files
+from training import resume
 import predict
-from extras import indexes, resume
 from tests.harness import TINY, assert_bitwise, assert_no_flip_is_silent, is_one_line, refused, renamed, run_script
 
 FORMATS = Path(__file__).with_name("formats")
@@ -89,6 +91,7 @@ def test_a_checkpoint_of_an_older_format_is_refused_as_older(tmp_path, small, co
     assert python == "python" and result.status == 0 and "trained for 1 steps" in result.out, result.err
 
 def test_a_checkpoint_of_the_last_format_is_read():
+    from training import resume
     checkpoint = resume.read_checkpoint(FORMATS / "17016b9/checkpoint-000002", "torch.optim.Muon")
     assert checkpoint.info["step"] == 2 and len(checkpoint.lora) == 6 and checkpoint.tensors
 
@@ -96,7 +99,7 @@ def test_a_cache_file_of_an_older_format_is_encoded_again(tmp_path, small):
     """In the place of one of ours; and where nothing can encode it, it is refused as older."""
     old = FORMATS / "2113f1a/cache/latents/c1ca30339e4adb0d9dab892f24e29182.safetensors"
     with refused(old, "an older version", "cache.py --verify") as e:
-        common.read_tensors(old, key=old.stem)
+        tensor_files.read_tensors(old, key=old.stem)
     shutil.copytree(small.cache, tmp_path / "cache")
     file = min((tmp_path / "cache/latents").glob("*.safetensors"))
     sound = file.read_bytes()
@@ -105,33 +108,34 @@ def test_a_cache_file_of_an_older_format_is_encoded_again(tmp_path, small):
     assert result.status == 0 and file.read_bytes() == sound
     assert "of another version of this project; encoding it again" in result.err and "damaged" not in result.err
     last = next((FORMATS / "17016b9/cache/latents").glob("*.safetensors"))
-    assert common.read_tensors(last, key=last.stem)[0]["pixel_latent"].shape == (16, 64)
+    assert tensor_files.read_tensors(last, key=last.stem)[0]["pixel_latent"].shape == (16, 64)
 
 def test_an_index_of_an_older_version_is_not_called_damaged():
     for commit, name in (("a0de35c", "index.json"), ("2113f1a", "tiny-data.json")):
         try:
-            indexes.read_index(FORMATS / commit / "cache" / name)
+            index_file.read_index(FORMATS / commit / "cache" / name)
         except common.InputError as e:
             assert is_one_line(str(e), name, "run cache.py again") and "damaged" not in str(e)
 
 def test_a_file_of_a_newer_format_is_said_to_be_newer(tmp_path, monkeypatch):
     """A LoRA, a cache file and an optimizer's state."""
+    from training import resume
     tensors, path = safetensors.torch.load_file(LORAS[0]), tmp_path / "x.safetensors"
-    monkeypatch.setattr(common, "FORMAT", common.FORMAT + 1)
-    common.write_tensors(path, tensors, {"transformer.lora_alpha": 2}, "lora_adapter_metadata")
-    common.write_tensors(tmp_path / "k.safetensors", tensors, dict(version=common.VERSION, key="k"))
+    monkeypatch.setattr(tensor_files, "FORMAT", tensor_files.FORMAT + 1)
+    tensor_files.write_tensors(path, tensors, {"transformer.lora_alpha": 2}, "lora_adapter_metadata")
+    tensor_files.write_tensors(tmp_path / "k.safetensors", tensors, dict(version=tensor_files.VERSION, key="k"))
     run = tmp_path / "run/checkpoint-000002"
-    common.write_tensors(run / predict.LORA_FILE, tensors, {"train.step": 2}, "lora_adapter_metadata")
+    tensor_files.write_tensors(run / predict.LORA_FILE, tensors, {"train.step": 2}, "lora_adapter_metadata")
     monkeypatch.undo()
-    for read in (lambda: predict.read_lora(path), lambda: common.read_tensors(tmp_path / "k.safetensors", key="k"),
+    for read in (lambda: predict.read_lora(path), lambda: tensor_files.read_tensors(tmp_path / "k.safetensors", key="k"),
                  lambda: resume.read_checkpoint(run)):
-        with pytest.raises(common.OtherVersion) as e:
+        with pytest.raises(tensor_files.OtherVersion) as e:
             read()
         assert is_one_line(str(e.value), "a newer version of this project", "update this one")
         assert "damaged" not in str(e.value)
 
 def test_the_number_of_the_format_comes_first(tmp_path):
-    common.write_tensors(tmp_path / "x.safetensors", safetensors.torch.load_file(LORAS[0]), {})
+    tensor_files.write_tensors(tmp_path / "x.safetensors", safetensors.torch.load_file(LORAS[0]), {})
     with open(tmp_path / "x.safetensors", "rb") as f:
-        text = common.read_header(f)["__metadata__"]["json"]
-    assert list(json.loads(text))[0] == "format" and json.loads(text)["format"] == common.FORMAT
+        text = tensor_files.read_header(f)["__metadata__"]["json"]
+    assert list(json.loads(text))[0] == "format" and json.loads(text)["format"] == tensor_files.FORMAT

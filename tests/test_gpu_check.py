@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import rope_patch
-from extras import offload
-from extras import quantize as low_bit
+from library.models import offloading, quantization
 from tests import varlen_cpu # noqa: F401 (which gives torch's variable-length attention a CPU kernel)
 from tests.fake_card import client, guard
 from tests.harness import FULL, is_one_line, run_script, until
@@ -22,11 +21,11 @@ from tools import bench_common, gpu_numbers
 
 on_imitated_card = pytest.mark.skipif(bool(guard.why_not()), reason=f"{guard.why_not()}")
 TWO_CARDS = dict(gib=140.4, cards=2)
-# Two blocks; FA3 is there; nothing is compiled (test_compile.py does that); other programs end at once, with what the
+# Two blocks; FA3 is there; nothing is compiled (test_compilation.py does that); other programs end at once, with what the
 # tool reads of them; each step is timed once; and the memory of a third block, times no block, is not counted.
 PRELUDE = """
 import subprocess
-from extras import plan
+from training import plan
 from rope_patch import blocks_of
 from tools import bench_common, gpu_numbers
 
@@ -107,10 +106,10 @@ def as_a_card(monkeypatch):
     """The roads that only a card takes. `compiled` blocks are not: the code runs that would be."""
     monkeypatch.setitem(bench_common.MODELS, "small", bench_common.MODELS["small"] | dict(num_attention_heads=2))
     monkeypatch.setattr(rope_patch, "has_varlen", lambda x: True)
-    monkeypatch.setattr(low_bit, "can_multiply", lambda kind, device: True)
+    monkeypatch.setattr(quantization, "can_multiply", lambda kind, device: True)
     state = SimpleNamespace(compiling=False)
-    monkeypatch.setattr(low_bit, "has_product", lambda x, layer: (
-        state.compiling and layer.multiply and layer.kind in low_bit.TOP and x.numel() > 16 * x.shape[-1]))
+    monkeypatch.setattr(quantization, "has_product", lambda x, layer: (
+        state.compiling and layer.multiply and layer.kind in quantization.TOP and x.numel() > 16 * x.shape[-1]))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: setattr(state, "compiling", True))
     monkeypatch.setattr(torch._dynamo, "reset", lambda: setattr(state, "compiling", False))
 
@@ -130,13 +129,13 @@ def test_good_numbers_are_within_their_limits(tmp_path, as_a_card):
 def test_each_fault_turns_its_own_rows(tmp_path, monkeypatch, as_a_card):
     """Dropout is another when it is recomputed, two blocks are exchanged in host memory, an input's scale is left out,
     and padded rows have another answer."""
-    checkpoint, copy_ahead = torch.utils.checkpoint.checkpoint, offload.copy_ahead
+    checkpoint, copy_ahead = torch.utils.checkpoint.checkpoint, offloading.copy_ahead
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *args, **options: (
         checkpoint(*args, **options, preserve_rng_state=False)))
-    monkeypatch.setattr(offload, "copy_ahead", lambda blocks, hosts, buffers, device: (
+    monkeypatch.setattr(offloading, "copy_ahead", lambda blocks, hosts, buffers, device: (
         copy_ahead(blocks, [hosts[1], hosts[0], *hosts[2:]], buffers, device)))
-    product, run_padded = low_bit.eight_bit_product, bench_common.run_padded
-    monkeypatch.setattr(low_bit, "eight_bit_product", lambda rows, row_scale, *more, **fast: (
+    product, run_padded = quantization.eight_bit_product, bench_common.run_padded
+    monkeypatch.setattr(quantization, "eight_bit_product", lambda rows, row_scale, *more, **fast: (
         product(rows, torch.ones_like(row_scale), *more, **fast)))
     monkeypatch.setattr(bench_common, "run_padded", lambda *args: [1.001 * x for x in run_padded(*args)])
     result = gpu_check(tmp_path, "--stages", "numbers")
@@ -199,9 +198,9 @@ def test_what_does_not_fit_or_breaks_says_so_and_ends_nothing_else(tmp_path, mon
     def timed(f, device, before):
         return {"first call": 1.0, "seconds": 1.0, "added GiB": 1.0}
     monkeypatch.setattr(bench_common, "timed", timed)
-    monkeypatch.setattr(low_bit, "quantize_linears", quantize_linears)
-    monkeypatch.setattr("extras.compile.compile_blocks", broken)
-    monkeypatch.setattr("extras.plan.step_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr(quantization, "quantize_linears", quantize_linears)
+    monkeypatch.setattr("library.models.compilation.compile_blocks", broken)
+    monkeypatch.setattr("training.plan.step_bytes", lambda *_, **__: 0)
     result = gpu_check(tmp_path, "--stages", "speed")
     rows = {row["what"]: row for row in result.found["speed"]}
     assert result.status == 1 and rows["compiled"]["broken"] == "RuntimeError: no compiler"

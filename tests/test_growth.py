@@ -14,9 +14,9 @@ import pytest
 
 import cache
 import common
+from library.data import dataset, index_file, stat_cache
 import predict
 import rope_patch
-from extras import indexes, known
 from tests.harness import DTYPE_NAME, TINY, encoder_flags, is_whole, paint_picture
 
 FEW, MANY = 1000, 10_000
@@ -75,13 +75,13 @@ def starts(tmp_path_factory):
         flags, index = encoder_flags(dtype=DTYPE_NAME, cache_dir=str(root / "c")), root / "c/index.json"
 
         def begin(data=root / "data", flags=flags, index=index):
-            samples, problems = common.read_dataset(data)
+            samples, problems = dataset.read_dataset(data)
             samples, more = cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
             assert not problems + more
-            indexes.write_index(index, samples, geometry, {})
+            index_file.write_index(index, samples, geometry, {})
             return samples
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(known, "SETTLED", -10**15) # the links are new
+            patch.setattr(stat_cache, "SETTLED", -10**15) # the links are new
             samples = begin()
         assert len(samples) == n
         starts[n] = SimpleNamespace(again=begin, samples=samples, index=index)
@@ -101,11 +101,11 @@ def test_an_index_is_written_and_read_in_near_linear_time(starts, tmp_path, caps
         samples, old = starts[n].samples, starts[n].index
         new = old.with_name("new.json")
         new.unlink(missing_ok=True)
-        indexes.write_index(new, samples, dict(target_pixels=["native"]), {})
+        index_file.write_index(new, samples, dict(target_pixels=["native"]), {})
     assert_near_linear("write_index", lambda: write(FEW), lambda: write(MANY), capsys)
-    few, many = [lambda n=n: indexes.read_index(starts[n].index) for n in (FEW, MANY)]
+    few, many = [lambda n=n: index_file.read_index(starts[n].index) for n in (FEW, MANY)]
     assert_near_linear("read_index", few, many, capsys)
-    assert [s.texts for s in indexes.read_index(starts[FEW].index)[0]] == [s.texts for s in starts[FEW].samples]
+    assert [s.texts for s in index_file.read_index(starts[FEW].index)[0]] == [s.texts for s in starts[FEW].samples]
     assert len(starts[FEW].index.read_text("utf-8").splitlines()) == FEW + 1 # a line a sample, behind what is of all
 
 def test_finished_pictures_are_found_in_near_linear_time_without_their_pixels(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """
-The rule on the wall: the five core files and extras/ are the program, which works when it is copied with tiny/ alone;
-tools/ and tests/ can be deleted; imports point down only, and none at a test module; nothing at the top of a file is
-POSIX-only.
+The rule on the wall: the five core files, library/ and training/ are the program, which works when it is copied with
+tiny/ alone; tools/ and tests/ can be deleted; none imports a test module; nothing at the top of a file is POSIX-only.
+(test_floors.py: who may import whom.)
 """
 import ast
 import inspect
@@ -16,26 +16,18 @@ import pytest
 import torch
 
 import common
+from library.cli import command_line, near_misses
+from library.data import dataset
 import rope_patch
-from extras import hints, slips
 from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, paint_picture, run_script, save
 
-CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
-
-def imports_of(path):
-    """-> ({modules imported at the top of a file}, {those imported anywhere in it})."""
-    def names(node):
-        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-        return {module.split(".")[0] for module in modules}
-    tree = ast.parse(path.read_text("utf-8"))
-    of = lambda nodes: {name for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for name in names(n)}
-    return of(tree.body), of(ast.walk(tree))
+CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"]
 
 def copied(folder):
     folder.mkdir()
     for name in CORE:
         shutil.copy(HERE / name, folder)
-    for name in ("extras", "tiny"):
+    for name in ("library", "training", "tiny"):
         shutil.copytree(HERE / name, folder / name)
     return folder
 
@@ -45,24 +37,10 @@ def python(folder, *command):
     return subprocess.run([sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True,
                           encoding="utf-8")
 
-def test_imports_point_down_only():
-    top = {stem: name for name in CORE for stem in [name.removesuffix(".py")]}
-    for place, name in enumerate(CORE):
-        first, anywhere = imports_of(HERE / name)
-        assert not anywhere & {top_name for top_name in top if CORE.index(top[top_name]) > place}, name
-        assert not first & {"tools", "tests", "test_consistency", "conftest"}, name
-    assert "extras" not in imports_of(HERE / "rope_patch.py")[1] # people copy this file alone
-    for path in (HERE / "extras").glob("*.py"):
-        below = {"common", "rope_patch"} # what stands below everyone who loads it: these are train.py's alone
-        below |= {"cache", "predict"} if path.stem in ("draw", "resume", "plan", "probe", "published") else set()
-        assert not imports_of(path)[1] & {*top, "tools", "tests"} - below, path
-    for path in [HERE / name for name in CORE] + [*(HERE / "extras").glob("*.py")]:
-        assert not re.search(r"\b(tools|tests)\.", re.sub(r'tools/\w+\.py|"[^"]*"', "", path.read_text("utf-8"))), path
-
 def test_one_function_says_what_the_blocks_are():
     """A family with other blocks changes rope_patch.blocks_of, and none is left out by what quantizes, offloads, ..."""
     places = []
-    for path in [p for pattern in ("*.py", "extras/*.py", "tools/*.py") for p in HERE.glob(pattern)]:
+    for path in [p for pattern in ("*.py", "library/**/*.py", "training/*.py", "tools/*.py") for p in HERE.glob(pattern)]:
         nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
         texts = {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values} # errors name it
         for node in nodes: # x.transformer_blocks, or the name alone, as for getattr
@@ -72,26 +50,26 @@ def test_one_function_says_what_the_blocks_are():
     lines, first = inspect.getsourcelines(rope_patch.blocks_of)
     assert places == [("rope_patch.py", first + len(lines) - 1)]
 
-def test_a_script_imports_extras_before_any_module_of_ours():
+def test_a_script_imports_library_before_any_module_of_ours():
     """Or a folder cache/ beside it could be taken for cache.py. What comes before is there already."""
-    ours = {name.removesuffix(".py") for name in CORE} | {"tools", "extras"}
+    ours = {name.removesuffix(".py") for name in CORE} | {"library", "training", "tools"}
     for path in [HERE / name for name in CORE[2:]] + [*(HERE / "tools").glob("*.py")]:
         source = path.read_text("utf-8")
         if "sys.path.insert" not in source: # it is imported by one that has
-            assert "argparse" not in source and "common.Parser" not in source, path
+            assert "argparse" not in source and "command_line.Parser" not in source, path
             continue
         nodes = [n for n in ast.parse(source).body if isinstance(n, (ast.Import, ast.ImportFrom))]
         names = [n.names[0].name if isinstance(n, ast.Import) else n.module for n in nodes]
         first = next(name for name in names if name.split(".")[0] in ours)
-        assert first == "extras", path
+        assert first == "library", path
         if path.name in CORE: # which stand among all other folders
-            assert names[:3] == ["os", "sys", "extras"], path
+            assert names[:3] == ["os", "sys", "library"], path
 
 def test_no_file_imports_a_test_module():
     """What two of them share is in tests/harness.py."""
     modules = {path.stem for pattern in ("test_*.py", "tests/test_*.py") for path in HERE.glob(pattern)}
     assert {"test_consistency", "test_house"} <= modules
-    for path in [p for pattern in ("*.py", "extras/*.py", "tiny/*.py", "tools/*.py", "tests/*.py")
+    for path in [p for pattern in ("*.py", "library/**/*.py", "training/*.py", "tiny/*.py", "tools/*.py", "tests/*.py")
                  for p in HERE.glob(pattern)]:
         nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
         names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
@@ -111,7 +89,7 @@ for sys.argv in json.loads(sys.argv[1]): # one process, as a start takes ten sec
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-def test_the_five_files_with_extras_alone_cache_train_and_sample(tmp_path):
+def test_the_five_files_alone_cache_train_and_sample(tmp_path):
     """Also where neither fcntl nor resource nor os.uname exist, as on Windows, and no git."""
     folder = copied(tmp_path / "alone")
     for part in ("target", "control"): # four pictures are enough
@@ -151,7 +129,7 @@ def test_other_trainers_names_are_none_of_ours():
     """Or they would never be looked up; and each stands for a flag that some script has."""
     helps = [run_script(script, "-h").out for script in ("train.py", "predict.py", "cache.py", "tools/doctor.py",
                                                     "tools/import_data.py")]
-    for name, _, remedy in slips.read_table(hints.OTHER_NAMES):
+    for name, _, remedy in near_misses.read_table(near_misses.OTHER_NAMES):
         ours = remedy.split()[0]
         having = [text for text in helps if re.search(f"  {ours}[ ,]", text)]
         assert having, ours
@@ -161,7 +139,7 @@ def test_the_names_in_the_guides_table_are_answered_with_ours():
     guide = (HERE / "GUIDE.md").read_text("utf-8").split("## Coming from another trainer")[1]
     helps = "".join(run_script(script, "-h").out for script in ("train.py", "predict.py"))
     known = re.findall(r"^  (--\w+)[ ,]", helps, re.MULTILINE)
-    parser = common.Parser("")
+    parser = command_line.Parser("")
     for flag in set(known) - {"--help"}:
         parser.add_argument(flag)
     answered = 0
@@ -169,7 +147,7 @@ def test_the_names_in_the_guides_table_are_answered_with_ours():
         ours, others = row
         for name in re.findall(r"--(\w+)", others):
             if f"--{name}" not in known: # what is spelled alike is no question
-                assert hints.explain_word(f"--{name}", [], parser).split()[:2] == ["here", ours]
+                assert near_misses.explain_word(f"--{name}", [], parser).split()[:2] == ["here", ours]
                 answered += 1
     assert answered > 10
 
@@ -186,14 +164,14 @@ def test_help_and_typos_import_nothing_slow(tool):
 def test_the_lines_for_own_photographs_make_both_datasets(tmp_path):
     """As GUIDE prints them, with photographs of any suffix and what a Mac leaves behind."""
     [code] = re.findall(r'^python -c "\n(from pathlib.*?)"$', (HERE / "GUIDE.md").read_text("utf-8"), re.M | re.S)
-    shutil.copy(HERE / "common.py", tmp_path), shutil.copytree(HERE / "extras", tmp_path / "extras")
+    shutil.copy(HERE / "common.py", tmp_path), shutil.copytree(HERE / "library", tmp_path / "library")
     for folder, names in (("duo", ("a.JPG", "b.png", "c.tif")), ("duo_val", ("d.jpg",))):
         for n, name in enumerate(names):
             save(paint_picture((64, 48), n), tmp_path / folder / "control" / name)
         (tmp_path / folder / "control/.DS_Store").write_text("x", "utf-8")
     assert python(tmp_path, "-c", code).returncode == 0
     for folder, names in (("duo", "abc"), ("duo_val", "d")):
-        samples, problems = common.read_dataset(tmp_path / folder)
+        samples, problems = dataset.read_dataset(tmp_path / folder)
         assert [s.name for s in samples] == list(names) and not problems
 
 def test_files_have_the_mode_that_umask_gives(tmp_path):
@@ -238,7 +216,7 @@ def test_links_lead_somewhere(name):
         assert not heading or heading in slugs, heading
 
 def test_no_line_is_longer_than_120_columns_and_all_is_ascii():
-    files = [p for pattern in ("*.py", "extras/*.py", "tools/*.py", "tests/*.py", "changes/*.py", "*.md",
+    files = [p for pattern in ("*.py", "library/**/*.py", "training/*.py", "tools/*.py", "tests/*.py", "changes/*.py", "*.md",
                                "requirements.txt", ".ci/run") for p in HERE.glob(pattern)]
     assert len(files) > 20
     for path in files:

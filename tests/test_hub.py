@@ -18,9 +18,10 @@ import safetensors.torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
 import cache
-import common
+from library.data import picture_files
+from library.models import published
+from library.models.hub import MODELS
 import predict
-from extras import hints, plan, published
 from tests.harness import EXACT, NATIVE, TINY, add_item, lora_tensors, refused, run_script
 
 MAIN, OLD = "a" * 40, "b" * 40 # commits
@@ -162,7 +163,7 @@ def test_a_model_of_the_hub_at_a_revision_in_parts(hub, tmp_path):
     for name in ("a.png", "b.png"):
         result = run_script("predict.py", *edit, "--out", tmp_path / name)
         assert result.status == 0 and predict.LORA_FILE in result.out and "other.safetensors" in result.out, result.err
-        pictures.append(common.read_image(tmp_path / name).tobytes())
+        pictures.append(picture_files.read_image(tmp_path / name).tobytes())
         hub.stop()
     assert pictures[0] == pictures[1]
 
@@ -174,6 +175,7 @@ def plan_of(model, tmp_path, *flags):
     ("Qwen/Qwen-Image-Edit", "9,473 to 9,572"), ("Qwen/Qwen-Image-Edit-2511", "8,315 to 8,404")])
 def test_a_published_model_is_planned_without_a_hub(hub, tmp_path, monkeypatch, name, tokens):
     """Parameters and the encoders' bytes are those of the files that people download."""
+    from training import plan
     hub.stop()
     monkeypatch.setattr(plan, "step_bytes", lambda *_, **__: 0) # which takes seconds
     result = plan_of(name, tmp_path, "--transformer", f"{name}@main")
@@ -185,13 +187,15 @@ def test_a_published_model_is_planned_without_a_hub(hub, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("name, plus, zero_cond_t", [("", False, False), ("-2509", True, False), ("-2511", True, True)])
 def test_what_is_written_of_a_published_model_is_that_model_s(name, plus, zero_cond_t):
-    folder = Path(published.write_configs(f"Qwen/Qwen-Image-Edit{name}"))
+    from training import plan
+    folder = Path(plan.write_configs(f"Qwen/Qwen-Image-Edit{name}"))
     pipe = cache.load_pipeline(folder)
     assert cache.is_plus(pipe) == plus and predict.find_mu(8192, pipe.scheduler.config) == pytest.approx(0.9)
     assert predict.load_transformer(folder, "bfloat16", weights=False).config.zero_cond_t == zero_cond_t
 
 def test_a_plan_takes_the_hub_s_configs_where_they_are(hub, tmp_path, monkeypatch):
     """And those of the cache when the hub is away."""
+    from training import plan
     monkeypatch.setattr(plan, "step_bytes", lambda *_, **__: 0)
     hub.repos["Qwen/Qwen-Image-Edit-2511"] = {MAIN: hub.repos["someone/tiny"][OLD]}
     for _ in range(2):
@@ -202,7 +206,8 @@ def test_a_plan_takes_the_hub_s_configs_where_they_are(hub, tmp_path, monkeypatc
     assert refusal.status == 1 and "--model someone/another" in refusal.errors[0]
 
 def test_the_models_that_are_planned_without_a_hub_are_those_that_a_short_name_is_answered_with():
-    assert set(hints.MODELS) == {"tiny", *published.MODELS}
+    from training import plan
+    assert set(MODELS) == {"tiny", *plan.PUBLISHED}
 
 def test_the_published_configs_are_the_defaults_of_diffusers_classes():
     for part, cls in (("transformer", QwenImageTransformer2DModel), ("vae", AutoencoderKLQwenImage)):

@@ -14,8 +14,10 @@ import safetensors.torch
 
 import cache
 import common
+from library.data import stat_cache
+from library.files import tensor_files
+from library.lora import lora_paths
 import predict
-from extras import known, resume
 from tests.harness import (NATIVE, ON_DEVICE, TINY, add_item, assert_same_run, cached_files,
                            change_weight, copy_model, free_port, index_of, is_one_line, log_of, lora_file, lora_tensors,
                            make_cache, paint_picture, run_script, save, start_ranks, steps_of, train, validations_of)
@@ -27,7 +29,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 @pytest.fixture
 def settled(monkeypatch):
     """All that a test writes counts as old enough to be remembered."""
-    monkeypatch.setattr(known, "SETTLED", -10**15)
+    monkeypatch.setattr(stat_cache, "SETTLED", -10**15)
 
 def overwrite(path, place, value):
     """Other bytes in place, the same length and time of change."""
@@ -253,14 +255,14 @@ def test_a_file_that_vanishes_while_others_are_encoded_is_an_error(tmp_path, dat
 
 def dies_at_its_second_file():
     """For a child process: it is killed when it has written two encoded files."""
-    real, written = common.write_tensors, []
+    real, written = tensor_files.write_tensors, []
 
     def write_tensors(path, *args):
         real(path, *args)
         written.append(path)
         if len(written) == 2:
             os.kill(os.getpid(), 9)
-    common.write_tensors = write_tensors
+    tensor_files.write_tensors = write_tensors
 
 def test_prune_leaves_alone_what_another_process_is_encoding_or_has_encoded_before_it_was_killed(tmp_path, data, start,
                                                                                                 monkeypatch):
@@ -272,14 +274,14 @@ def test_prune_leaves_alone_what_another_process_is_encoding_or_has_encoded_befo
     assert len(done) == 2
     out = run_script("tools/prune.py", tmp_path / "c", "--delete").out
     assert ".planned-" in out and "0 files" in out and cached_files(tmp_path / "c") == done
-    real, kept = common.write_tensors, []
+    real, kept = tensor_files.write_tensors, []
 
     def write_tensors(path, *args):
         real(path, *args)
         with pytest.MonkeyPatch.context() as patch: # as a process of its own
-            patch.setattr(common, "write_tensors", real)
+            patch.setattr(tensor_files, "write_tensors", real)
             kept.append("; deleted" in run_script("tools/prune.py", tmp_path / "c", "--delete").out)
-    monkeypatch.setattr(common, "write_tensors", write_tensors)
+    monkeypatch.setattr(tensor_files, "write_tensors", write_tensors)
     assert make_cache(data, tmp_path / "c").status == 0 and kept == [True] * 2
     assert done.items() <= cached_files(tmp_path / "c").items()
     assert len(index_of(tmp_path / "c")) == 2 and len(list(tmp_path.glob("c/.planned-*"))) == 1 # the killed one's
@@ -335,7 +337,7 @@ def test_processes_with_different_views_are_refused(tmp_path, small, start, view
 
 def sees_the_checkpoint_before():
     """For a child process: its view of the run folder lacks the newest checkpoint."""
-    resume.checkpoints = lambda run: common.checkpoints(run)[:-1]
+    lora_paths.checkpoints = lambda run: lora_paths.checkpoints(run)[:-1]
 
 def test_processes_that_would_continue_from_different_steps_are_refused(tmp_path, small, start, unbroken):
     shutil.copytree(unbroken.out_dir, tmp_path / "run")

@@ -18,7 +18,9 @@ import torch
 import yaml
 from PIL import Image, ImageOps
 
-import common
+from library.data import mask_files, picture_files
+from library.data.dataset import read_dataset
+from library.files import tensor_files
 import predict
 from tests.harness import (HERE, NATIVE, add_item, assert_same, index_of, is_one_line, load, make_cache, paint_picture,
                            refused, run_script, save, train)
@@ -40,10 +42,10 @@ def import_data(source, out, *flags, status=0):
     assert result.status == status and out.exists() != bool(status), result.err
     assert all(map(is_one_line, result.errors)) and not list(out.parent.glob(".import-*"))
     no_dataset = status or list(out.glob("*.json")) # but a cache
-    found, problems = ([], []) if no_dataset else common.read_dataset(out)
+    found, problems = ([], []) if no_dataset else read_dataset(out)
     assert not problems and (result.errors or not status)
     known = [p.convert("RGB") for p in PICTURES]
-    number = lambda path: path and [*map(common.read_image(path).__eq__, known), True].index(True)
+    number = lambda path: path and [*map(picture_files.read_image(path).__eq__, known), True].index(True)
     result.samples = {s.name: (s.prompts, [*map(number, [s.target, *s.controls])], number(s.mask)) for s in found}
     return result
 
@@ -129,7 +131,7 @@ def test_every_nth_sample_is_held_out(tmp_path):
     for name in "abcde":
         put(source, f"target/{name}.png control/{name}.png control/{name}_1.png", [f"target/{name}.txt"])
     got = import_data(source, tmp_path / "out", "--hold_out", 2)
-    held_out, problems = common.read_dataset(tmp_path / "out_val")
+    held_out, problems = read_dataset(tmp_path / "out_val")
     assert sorted(got.samples) == ["a", "c", "e"] and not problems and "3 samples" in got.out and ": 2" in got.out
     assert [(s.name, len(s.controls), s.prompts) for s in held_out] == [("b", 2, ["go"]), ("d", 2, ["go"])]
     assert is_one_line(import_data(source, tmp_path / "new", "--hold_out", 6, status=1).errors[0], "--hold_out")
@@ -609,7 +611,7 @@ def masks_of(out):
     for path in sorted((out / "mask").rglob("*.*")):
         with Image.open(path) as image:
             assert image.mode in ("1", "L"), path
-        found[path.stem] = common.read_mask(path)
+        found[path.stem] = mask_files.read_mask(path)
     return found
 
 def test_a_table_of_magicbrush_gives_the_holes_as_masks(tmp_path):
@@ -638,7 +640,7 @@ def test_a_table_of_magicbrush_gives_the_holes_as_masks(tmp_path):
     assert got.out.count("columns that are not read: img_id (4 rows), turn_index (4 rows)\n") == 1, got.out
     [line] = [line for line in got.out.splitlines() if "select nothing or everything" in line]
     assert "left out, 1: " in line and line.endswith("none-mask.png")
-    assert len(common.read_dataset(tmp_path / "out")[0]) == 3
+    assert len(read_dataset(tmp_path / "out")[0]) == 3
 
 def test_a_mask_in_a_parquet_file_is_named_by_its_row(tmp_path):
     pytest.importorskip("pyarrow")
@@ -778,7 +780,7 @@ def as_version_1(tensors, padded):
 
 def tensors_of(cache_dir, name):
     tensors, sample = load(cache_dir, name)
-    return tensors | common.read_tensors(sample.texts["", True]["file"])[0]
+    return tensors | tensor_files.read_tensors(sample.texts["", True]["file"])[0]
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory):
@@ -851,7 +853,7 @@ def test_no_pickle_is_ever_opened(tmp_path, write):
     for file in [tmp_path / f"a{suffix}" for suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors")]:
         with open(file, "wb") as f:
             write(Bomb(), f)
-        for read in (common.read_tensors, predict.read_lora):
+        for read in (tensor_files.read_tensors, predict.read_lora):
             with refused(file):
                 read(file)
     errors = import_data(tmp_path, tmp_path / "out", status=1).errors

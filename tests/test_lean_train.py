@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-import common
+from library.files import tensor_files
 import predict
 from tests.harness import (ADAMW, EXACT, HERE, add_item, assert_bitwise, curve, damage_tensors, demo_cache, is_one_line,
                            kill, log_of, lora_of, losses_of, paint_picture, rel, run_script, start_ranks, until)
@@ -130,7 +130,7 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path, traini
     until(lambda: log.exists() and log.read_text("utf-8").count("\n") > 1)
     kill(ranks[1], signal.SIGUSR1)
     assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
-    _, state = common.read_tensors(tmp_path / "run/state.safetensors")
+    _, state = tensor_files.read_tensors(tmp_path / "run/state.safetensors")
     assert state["step"] == log_of(tmp_path / "run")[-1]["step"] < 2000
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_it_is_one_page_and_imports_no_extra():
     assert len(text.splitlines()) <= 220
     for node in ast.walk(ast.parse(text)):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""]
-        assert not any(name.split(".")[0] in ("extras", "train", "tools") for name in names if name != "extras")
+        assert not any(name.split(".")[0] in ("train", "training", "tools") for name in names)
 
 @pytest.mark.parametrize("flags, named", [
     ("--preserve 0.5", "--preserve: lean_train.py lacks it"), ("--val_data x", "--val_data: lean_train.py lacks it"),

@@ -11,9 +11,10 @@ from pathlib import Path, PureWindowsPath
 
 import pytest
 
-import common
+from library.data import dataset, job_files, picture_files
+from library.files import stray_files
+from training import run_folder
 import predict
-from extras import asked, manifest, run_folder, strays
 from tests.harness import add_item, is_one_line, paint_picture, refused, run_script, save
 from tools import page
 
@@ -24,7 +25,7 @@ def edited(image, monkeypatch):
     """What predict.py would edit by this command -> (samples, problems)."""
     monkeypatch.setattr(sys, "argv", ["predict.py", "--image", str(image), "--prompt", "go"])
     monkeypatch.setattr(predict, "refuse_nothing", lambda args: None)
-    return asked.read_samples(predict.read_flags())
+    return job_files.read_samples(predict.read_flags())
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 
@@ -50,21 +51,21 @@ def test_links_into_the_hubs_blobs_are_files_in_folders_and_tables(tmp_path, pla
     to_blobs(data, data.parents[1] / "blobs" if "snapshots" in place else tmp_path / "hub/datasets--me--pairs/blobs")
     if form in ("folders", "metadata.jsonl"):
         for root in [data, data / "metadata.jsonl"][:2 - (form == "folders")]:
-            samples, problems = common.read_dataset(root)
+            samples, problems = dataset.read_dataset(root)
             assert len(samples) == 1 and not problems
-            common.look_at_sample(samples[0])
+            dataset.look_at_sample(samples[0])
     source = data / "rows.jsonl" if form == "a table" else data
     result = run_script("tools/import_data.py", source, tmp_path / "out")
     assert result.status == 0 and ": 1 samples" in result.out and "not used" not in result.out, result.err
-    samples, problems = common.read_dataset(tmp_path / "out")
+    samples, problems = dataset.read_dataset(tmp_path / "out")
     assert len(samples) == 1 and not problems and not os.path.islink(samples[0].target)
 
 def test_a_link_to_other_blobs_is_not_followed(data, tmp_path):
     """A folder of this name is not the hub's."""
     to_blobs(data, tmp_path / "mine/blobs")
     (data / "rows.jsonl").write_text(json.dumps(ROW), encoding="utf-8")
-    assert all("leads out" in problem for problem in common.read_dataset(data)[1])
-    [problem] = common.read_dataset(data / "rows.jsonl")[1]
+    assert all("leads out" in problem for problem in dataset.read_dataset(data)[1])
+    [problem] = dataset.read_dataset(data / "rows.jsonl")[1]
     assert is_one_line(problem, "rows.jsonl:1", "control/cat.png", "leads out", "cp -rL")
 
 def test_a_link_that_leads_nowhere_is_called_that_everywhere(data, tmp_path, monkeypatch):
@@ -80,13 +81,13 @@ def test_a_link_that_leads_nowhere_is_called_that_everywhere(data, tmp_path, mon
         if file == "metadata.jsonl":
             shutil.rmtree(folder / "target")
             with refused(folder / file, why):
-                common.read_dataset(folder)
+                dataset.read_dataset(folder)
             continue
-        problems = common.read_dataset(folder)[1]
+        problems = dataset.read_dataset(folder)[1]
         result = run_script("tools/import_data.py", folder, tmp_path / "out")
         assert result.status == 1 and not (tmp_path / "out").exists()
         problems += result.errors
-        tables = common.read_dataset(folder / "rows.jsonl")[1]
+        tables = dataset.read_dataset(folder / "rows.jsonl")[1]
         tables += run_script("tools/import_data.py", folder / "rows.csv", tmp_path / f"out-{folder.name}").errors
         assert len(problems) == 2 and all(is_one_line(problem, folder / file, why) for problem in problems), problems
         assert len(tables) == 2 * (file == "control/cat.png")
@@ -97,7 +98,7 @@ def test_a_link_that_leads_nowhere_is_called_that_everywhere(data, tmp_path, mon
     samples, problems = edited(tmp_path / "in", monkeypatch)
     assert not samples and len(problems) == 2 and all(is_one_line(problem, why) for problem in problems)
     with refused(tmp_path / "in/a.png", why):
-        common.open_image(tmp_path / "in/a.png")
+        picture_files.open_image(tmp_path / "in/a.png")
 
 def test_a_run_folder_that_is_a_link_to_nowhere_is_called_that(tmp_path):
     """Not "File exists"; also where only a folder above it is one."""
@@ -122,12 +123,12 @@ def test_a_table_may_spell_names_in_another_form(spelled, tmp_path, monkeypatch)
     as from a folder."""
     data, row = spelled
     (data / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
-    samples, problems = common.read_dataset(data / "rows.jsonl")
+    samples, problems = dataset.read_dataset(data / "rows.jsonl")
     assert [sample.name for sample in samples] == [f"target/{NFC}/{NFC}"] and samples[0].mask and not problems
-    common.look_at_sample(samples[0])
+    dataset.look_at_sample(samples[0])
     job = dict(image=f"data/{row['control'][0]}", prompt="go")
     (tmp_path / "jobs.jsonl").write_text(json.dumps(job), encoding="utf-8")
-    samples, problems = manifest.read(tmp_path / "jobs.jsonl", is_job=True)
+    samples, problems = dataset.read_manifest(tmp_path / "jobs.jsonl", is_job=True)
     assert len(samples) == 1 and not problems and Path(samples[0].controls[0]).is_file()
     for image in (data / row["control"][0], data / Path(row["control"][0]).parent):
         samples, problems = edited(image, monkeypatch)
@@ -143,12 +144,12 @@ def test_of_two_names_in_different_forms_none_is_chosen(tmp_path):
     forms = [unicodedata.normalize(form, word) for form in ("NFC", "NFD")]
     data = add_item(tmp_path / "data", forms[0])
     save(paint_picture(), data / f"target/{forms[1]}.png")
-    problems = common.read_dataset(data)[1]
+    problems = dataset.read_dataset(data)[1]
     assert any("has the same name; keep one" in problem for problem in problems)
     mixed = "cafe\u0301 \u00fc"
     row = dict(target=f"target/{mixed}.png", control=[], prompt="go")
     (data / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
-    [problem] = common.read_dataset(data / "rows.jsonl")[1]
+    [problem] = dataset.read_dataset(data / "rows.jsonl")[1]
     assert is_one_line(problem, f"{mixed}.png", "2 files have this name", "keep one")
 
 # ---- separators and drives -------------------------------------------------------------------------------------------
@@ -156,11 +157,11 @@ def test_of_two_names_in_different_forms_none_is_chosen(tmp_path):
 def test_names_have_slashes_on_windows_and_another_drive_is_no_error(monkeypatch):
     """os.path.relpath writes backslashes there, and raises for a path on another drive, as os.path.commonpath does."""
     import ntpath
-    monkeypatch.setattr(strays, "Path", PureWindowsPath)
-    monkeypatch.setattr(strays.os, "path", ntpath)
+    monkeypatch.setattr(stray_files, "Path", PureWindowsPath)
+    monkeypatch.setattr(stray_files.os, "path", ntpath)
     monkeypatch.setattr(ntpath, "abspath", ntpath.normpath)
-    assert strays.seen_from(r"C:\data", r"C:\data\target\a.png") == "target/a.png"
-    assert strays.seen_from(r"C:\data", r"D:\target\a.png") == "D:/target/a.png"
+    assert stray_files.seen_from(r"C:\data", r"C:\data\target\a.png") == "target/a.png"
+    assert stray_files.seen_from(r"C:\data", r"D:\target\a.png") == "D:/target/a.png"
     folders = [PureWindowsPath(path) for path in (r"C:\out\a\run", r"C:\out\b\run", r"D:\out\run")]
     assert page.name_beside(folders[0], folders[:2]) == "a/run"
     assert page.name_beside(folders[2], folders) == "D:/out/run"

@@ -21,9 +21,12 @@ from tqdm import tqdm
 
 import cache
 import common
+from library.cli import command_line
+from library.files import tensor_files
+from library.lora import lora_paths
+from training import best_step, failures, resume, run_log, validation
 import predict
 import rope_patch
-from extras import best, draw, failures, resume, tracker
 from tests.harness import (FULL, HERE, assert_bitwise, assert_same_run, is_one_line, log_of, run_script, start_ranks,
                            steps_of, validations_of)
 
@@ -129,7 +132,7 @@ def failing(patch, owner, name, calls, error=OSError(errno.EIO, "Input/output er
         return real(*args, **kwargs)
 
     def progress_begins(what, *more, **options):
-        if what == "training": # extras/probe.py, before, takes steps too
+        if what == "training": # training/preflight.py, before, takes steps too
             begun.append(True)
         return progress(what, *more, **options)
     patch.setattr(owner, name, fail)
@@ -166,7 +169,7 @@ def test_a_log_that_fails_is_one_warning_and_its_lines_come_later_in_order(whole
     assert [r["warning"] for r in records if "warning" in r] == [result.err.strip()]
     page = run_script("tools/page.py", tmp_path / "run")
     assert page.status == 0 and "warning" not in page.err
-    assert resume.is_record(lines[-1], STEPS) and best.read_validations(tmp_path / "run") == []
+    assert resume.is_record(lines[-1], STEPS) and best_step.read_validations(tmp_path / "run") == []
 
 def test_a_log_that_fails_to_the_end_is_a_line_at_the_end(whole, tmp_path, monkeypatch):
     failing_log(monkeypatch, None)
@@ -179,8 +182,8 @@ def test_a_tracker_or_a_bar_that_fails_is_one_warning(whole, tmp_path, monkeypat
     """Whatever they raise, at each step."""
     def track(*_):
         raise Planted("no network")
-    monkeypatch.setattr(tracker, "open_tracker", lambda *_: track)
-    monkeypatch.setattr(common, "PACKAGES", {})
+    monkeypatch.setattr(run_log, "open_tracker", lambda *_: track)
+    monkeypatch.setattr(command_line, "PACKAGES", {})
     for name in ("update", "close"):
         failing(monkeypatch, tqdm, name, None, Planted("no bar"))
     result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--tracker", "tensorboard")
@@ -199,15 +202,15 @@ def test_what_is_only_for_the_log_ends_no_run(whole, tmp_path, monkeypatch):
 def test_a_tracker_that_cannot_be_opened_is_one_line_before_the_training(whole, tmp_path, monkeypatch, error):
     def open_tracker(*_):
         raise error
-    monkeypatch.setattr(tracker, "open_tracker", open_tracker)
-    monkeypatch.setattr(common, "PACKAGES", {})
+    monkeypatch.setattr(run_log, "open_tracker", open_tracker)
+    monkeypatch.setattr(command_line, "PACKAGES", {})
     result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--tracker", "tensorboard")
     assert result.status == 1 and is_one_line(result.errors[0], "--tracker tensorboard", "leave"), result.err
     assert "step 1/" not in result.out
 
 def test_a_log_that_cannot_be_read_deletes_no_checkpoint_and_ends_no_run(whole, tmp_path, monkeypatch):
     """The checkpoint is written: which older ones may go nobody knows."""
-    failing(monkeypatch, best, "read_validations", None)
+    failing(monkeypatch, best_step, "read_validations", None)
     result = run_script("train.py", *whole.flags, "--save_every", 1, "--keep", 1, "--out_dir", tmp_path / "run")
     assert result.status == 0 and result.err.count("warning: old checkpoints: ") == 1, result.err
     assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
@@ -217,8 +220,8 @@ def test_a_validation_that_fails_is_a_warning_and_changes_no_step(whole, small, 
     """Its pictures, their report, its loss; what worked is in the log."""
     flags = [*whole.flags, "--val_data", small.folder / "data", "--val_pictures", 1, "--sample_every", 2,
              "--num_inference_steps", 2, "--cache_dir", whole.cache]
-    where = dict(pictures=(predict, "generate_samples"), base=(draw.Drawer, "compare"), best=(best, "describe"),
-                 report=(draw.Drawer, "report"), loss=(common, "progress"), disk=(predict, "save_png"))[place]
+    where = dict(pictures=(predict, "generate_samples"), base=(validation.Drawer, "compare"), best=(best_step, "describe"),
+                 report=(validation.Drawer, "report"), loss=(common, "progress"), disk=(predict, "save_png"))[place]
     error = common.InputError("samples/x.png: cannot be written; mend it") if place == "disk" else Planted("planted")
     real = common.progress
     if place == "loss":
@@ -239,7 +242,7 @@ def test_a_validation_that_fails_is_a_warning_and_changes_no_step(whole, small, 
 CALLS = { # what the loop calls: (module, name, at which call)
     "load": ("cache", "load_latents", 6), "forward": ("rope_patch", "run_packed", 3),
     "clip": ("torch.nn.utils", "clip_grad_norm_", 3), "seed": ("torch", "manual_seed", 5),
-    "marks": ("extras.failures", "marks", 3),
+    "marks": ("training.failures", "marks", 3),
     "zero_grad": ("torch.optim.Muon", "zero_grad", 2), "step": ("torch.optim.Muon", "step", 3)}
 
 @pytest.mark.parametrize("place", CALLS)
@@ -289,10 +292,10 @@ def test_an_optimizer_that_dies_half_way_leaves_no_checkpoint_of_a_step(whole, t
 
 def failing_disk(patch, calls):
     """The file of a checkpoint's LoRA cannot be written at these calls (None: all), but in the trial it can."""
-    made, real = [], common.write_tensors
+    made, real = [], tensor_files.write_tensors
 
     def write_tensors(path, *args, **kwargs):
-        if "checkpoint-" in str(path) and ".tmp-" not in str(path) and path.name == common.LORA_FILE:
+        if "checkpoint-" in str(path) and ".tmp-" not in str(path) and path.name == lora_paths.LORA_FILE:
             made.append(path)
             if calls is None or len(made) in calls:
                 try:
@@ -300,7 +303,7 @@ def failing_disk(patch, calls):
                 except OSError:
                     raise common.InputError(f"{path}: 9 bytes cannot be written (No space); free some space")
         return real(path, *args, **kwargs)
-    patch.setattr(common, "write_tensors", write_tensors)
+    patch.setattr(tensor_files, "write_tensors", write_tensors)
     return made
 
 def test_a_checkpoint_that_a_full_disk_refuses_is_tried_after_the_next_step(whole, tmp_path, monkeypatch):
@@ -325,11 +328,11 @@ def test_what_has_failed_is_not_held():
     held, failed = [], []
     gc.disable()
     try:
-        with failures.tried("x"):
+        with failures.warn_on_failure("x"):
             work()
         with pytest.raises(Planted):
-            failures.together(work)
-        with failures.kept(failed):
+            failures.on_all_processes(work)
+        with failures.catch_into(failed):
             work()
         failed.clear()
         assert [ref() for ref in held] == [None, None, None]

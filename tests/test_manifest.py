@@ -7,7 +7,7 @@ import os
 import pytest
 
 import cache
-from extras import manifest
+from library.data import dataset
 from tests.harness import add_item, is_one_line, paint_picture, samples_of, save
 
 PROMPT = 'say "hi",\u2028 and\u0085go\u00a0on' # str.splitlines, but not JSON, takes two of these for ends of lines
@@ -106,10 +106,10 @@ def test_a_job_has_one_prompt(tmp_path):
     add_item(tmp_path, "cat")
     rows = [dict(image="control/cat.png", prompt=prompt) for prompt in ("go", ["go"], ["go", "so"], [])]
     path = write_rows(tmp_path / "jobs.jsonl", *rows, dict(target="target/cat.png", control=[], prompt=["a", "b"]))
-    jobs, problems = manifest.read(path, is_job=True)
+    jobs, problems = dataset.read_manifest(path, is_job=True)
     assert [job.prompts for job in jobs] == [["go"], ["go"], ["a", "b"]] and len(problems) == 2
     assert is_one_line(problems[0], "jobs.jsonl:5", "one", "a line for each") and "empty prompt" in problems[1]
     path.write_text('{"image": "control/cat.png", "prompt": "go", "seed": 1, "seed": 2}', "utf-8")
-    [problem] = manifest.read(path, is_job=True)[1]
+    [problem] = dataset.read_manifest(path, is_job=True)[1]
     assert is_one_line(problem, "jobs.jsonl:1", "'seed' is given twice")
 

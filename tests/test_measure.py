@@ -7,9 +7,8 @@ import pytest
 from PIL import Image
 
 import cache
-import common
+from library.data import picture_files
 import predict
-from extras import draw
 from tests.harness import HERE, TINY, add_item, encoder_flags, is_one_line, paint_picture, run_script, save
 
 drift = runpy.run_path(str(HERE / "tools/measure.py"))["drift"]
@@ -39,6 +38,7 @@ def test_drift_is_the_planted_motion(shift, zoom, colour):
 
 def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     """In a/ the edit is a border, as it looks after the VAE; in b/ nothing is kept; of c/ a picture is missing."""
+    from training import validation
     names = ["a/x", "a/y", "a/z", "b/x", "top"]
     for name in [*names, "c/lost"]:
         add_item(tmp_path / "data", name, [(96, 64), (96, 64)])
@@ -52,7 +52,7 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
         save(image, tmp_path / f"data/target/{name}.png")
         generated, _ = predict.decode(pipe.vae, cache.encode_image(pipe, image), [(1, 4, 6)])
         save(generated, tmp_path / "out" / (name.replace("/", "-") + ".png"))
-        want.setdefault("/".join(["data", *name.split("/")[:-1]]), []).append(draw.psnr(generated, image))
+        want.setdefault("/".join(["data", *name.split("/")[:-1]]), []).append(validation.psnr(generated, image))
         moved.append(drift(generated, image, keep)["shift"])
     flags = [tmp_path / "out", tmp_path / "data", "--json", tmp_path / "m.json"]
     result = run_script("tools/measure.py", *flags)
@@ -103,10 +103,11 @@ def test_a_picture_of_another_program_is_measured_if_its_size_allows_it(tmp_path
 def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
     """By predict.py's names. A name that itself ends in -s1 is a name; a picture that only one sample lacks is an
     error."""
+    from training import validation
     rng, psnrs = np.random.default_rng(0), {}
     for name in ("a", "a-s1", "deep/b"):
         add_item(tmp_path / "data", name, [(96, 64), (96, 64)])
-        target = common.read_image(tmp_path / f"data/target/{name}.png")
+        target = picture_files.read_image(tmp_path / f"data/target/{name}.png")
         for seed in (0, 1):
             for scale, noise in (("0", 60), ("0.5", 5), ("1", 20), ("1e-05", 50)):
                 noisy = np.asarray(target) + rng.normal(0, noise, (64, 96, 3))
@@ -116,7 +117,7 @@ def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
                 save(noisy, tmp_path / f"out/{name.replace('/', '-')}-s{seed}-x{scale}.png")
                 folder = "data/deep" if "/" in name else "data"
                 psnrs.setdefault(f"{folder} x{scale}", []).append(
-                    draw.psnr(noisy, target.resize(noisy.size, Image.LANCZOS)))
+                    validation.psnr(noisy, target.resize(noisy.size, Image.LANCZOS)))
     flags = [tmp_path / "out", tmp_path / "data", "--model", "none", "--json", tmp_path / "m.json"]
     result = run_script("tools/measure.py", *flags)
     assert result.status == 0, result.err
@@ -141,7 +142,7 @@ def test_inside_and_outside_are_those_of_the_mask_as_the_training_reads_it(tmp_p
     for name, mask in dict(layer=layer, gray=Image.fromarray(inside), black=Image.new("L", (96, 64)),
                            photo=paint_picture((96, 64))).items():
         add_item(tmp_path / "data", f"{name}/x", [(96, 64)] * 2, mask=mask)
-        target = common.read_image(tmp_path / f"data/target/{name}/x.png")
+        target = picture_files.read_image(tmp_path / f"data/target/{name}/x.png")
         noisy = np.asarray(target) + rng.normal(0, 30, (64, 96, 3)) * inside[..., None]
         save(Image.fromarray(noisy.clip(0, 255).astype(np.uint8)), tmp_path / f"out/{name}-x.png")
     flags = [tmp_path / "out", tmp_path / "data", "--model", "none", "--json", tmp_path / "m.json"]

@@ -16,7 +16,7 @@ from tests.harness import HERE, TINY
 
 # ---- folders that are called as modules are --------------------------------------------------------------------------
 
-OURS = "cache common train predict rope_patch extras tools".split()
+OURS = "cache common train predict rope_patch library training tools".split()
 OTHERS = "pillow_heif yaml torch bitsandbytes wandb tensorboard pyarrow diffusers json flash_attn_interface".split()
 
 def add_packages(folder, names, marker):
@@ -31,7 +31,7 @@ def place(tmp_path_factory):
     the same, which is no project."""
     top = tmp_path_factory.mktemp("strangers")
     root, marker = top / "project", top / "marker"
-    for path in [*HERE.glob("*.py"), *HERE.glob("extras/*.py"), *HERE.glob("tools/*")]:
+    for path in [*HERE.glob("*.py"), *HERE.glob("library/**/*.py"), *HERE.glob("training/*.py"), *HERE.glob("tools/*")]:
         (root / path.relative_to(HERE)).parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():
             shutil.copy(path, root / path.relative_to(HERE))
@@ -72,7 +72,7 @@ def test_a_script_imports_our_modules_whatever_stands_around_it(place, script, f
 
 @pytest.mark.parametrize("script", ["cache.py", "train.py", "predict.py", "tools/page.py", "tools/import_data.py"])
 def test_no_folder_stands_for_the_standard_library(place, script):
-    """Not for what extras/__init__.py itself imports, either. (Where PYTHONPATH leads here Python starts with them.)"""
+    """Not for what library/__init__.py itself imports, either. (Where PYTHONPATH leads here Python starts with them.)"""
     root, top, marker = place
     names = sorted(sys.stdlib_module_names - {*OTHERS})
     add_packages(root, names, marker)
@@ -96,7 +96,7 @@ def test_a_whole_start_takes_no_folder_for_a_package_and_a_persons_own_module_is
 def test_the_processes_that_compile_do_not_look_beside_our_modules(monkeypatch):
     """They get sys.path as PYTHONPATH, without the folder of the project."""
     from torch._inductor.utils import python_subprocess_env
-    compiled = pytest.importorskip("extras.compile")
+    compiled = pytest.importorskip("library.models.compilation")
     monkeypatch.setattr(sys, "path", ["", str(HERE), f"{HERE}/", *sys.path])
     monkeypatch.chdir(HERE)
     monkeypatch.setenv("TORCH_CUSTOM_PYTHONPATH", "to be restored")
@@ -110,7 +110,7 @@ def test_no_compiled_file_or_folder_of_the_project_is_a_module(tmp_path):
     for name in ("folder/__init__.py", "bare/a.py", "compiled.pyc", "library.so", "mine.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    code = ("import extras, importlib.util as u, sys; extras.ROOT = sys.argv[1]; sys.path.insert(0, extras.ROOT); "
+    code = ("import library, importlib.util as u, sys; library.ROOT = sys.argv[1]; sys.path.insert(0, library.ROOT); "
             "print(*[n for n in sys.argv[2:] if u.find_spec(n)])")
     result = python(tmp_path, ["-c", code, tmp_path, "folder", "bare", "compiled", "library", "mine"], HERE)
     assert result.stdout.split() == ["mine"], result.stderr
@@ -180,7 +180,7 @@ def places_in(source):
 
 FLAG = "a flag, by its choices or by the person who gave it"
 OWN = "a constant, or a table of ours"
-FILES = "our class; code in the folder is never taken; its JSON files are checked before (extras/configs.py)"
+FILES = "our class; code in the folder is never taken; its JSON files are checked before (library/models/model_files.py)"
 # {file: {function, or "" for the script itself: {call: why no file can say what it names}}}
 ALLOWED = {
     "cache.py": {
@@ -208,34 +208,34 @@ ALLOWED = {
     "train.py": {
         "": {"getattr(args.dtype)": FLAG,
              "FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / 'scheduler')": FILES}},
-    "extras/__init__.py": {"find_spec": {"super().find_spec(name)": "what Python code imports",
+    "library/__init__.py": {"find_spec": {"super().find_spec(name)": "what Python code imports",
                                          "spec_from_file_location(name)": "a .py of the project"}},
-    "extras/configs.py": {
+    "library/models/model_files.py": {
         "empty_model": {"cls.from_config(cls.load_config(folder))": FILES, "cls.load_config(folder)": FILES,
                         "cls._from_config(cls.config_class.from_pretrained(folder))": FILES,
                         "cls.config_class.from_pretrained(folder)": FILES},
         "try_schedule": {"FlowMatchEulerDiscreteScheduler.from_config(content)": FILES}},
-    "extras/defaults.py": {"words_of": {"re.fullmatch(TEXTS[name])": OWN}},
-    "extras/cuda.py": {"find_flash": {"find_spec(package)": OWN}},
-    "extras/foreign.py": {"family": {"re.search(pattern)": OWN}},
-    "extras/hints.py": {"fold": {"re.sub(f'(?<!\\\\w){re.escape(path.stem)}(?=\\\\.\\\\w)')": "escaped"},
+    "library/cli/defaults.py": {"words_of": {"re.fullmatch(TEXTS[name])": OWN}},
+    "library/models/devices.py": {"find_flash": {"find_spec(package)": OWN}},
+    "library/files/sniff.py": {"family": {"re.search(pattern)": OWN}},
+    "library/cli/near_misses.py": {"fold": {"re.sub(f'(?<!\\\\w){re.escape(path.stem)}(?=\\\\.\\\\w)')": "escaped"},
                         "scheduled_twice": {"locate(optimizer)": FLAG}},
-    "extras/lora_files.py": {"sort_tensors": {"re.search(pattern)": OWN},
+    "library/lora/foreign_loras.py": {"sort_tensors": {"re.search(pattern)": OWN},
                              "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
-    "extras/indexes.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},
-    "extras/mask.py": {"check_weights": {"getattr(f'mask_{part}_weight')": OWN}},
-    "extras/strangers.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
+    "library/data/index_file.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},
+    "library/data/automatic_mask.py": {"check_weights": {"getattr(f'mask_{part}_weight')": OWN}},
+    "common.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
                             "show_streams": {"getattr(name)": OWN, "setattr(name)": OWN}},
-    "extras/offload.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
-    "extras/optimizers.py": {
+    "library/models/offloading.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
+    "training/optimizers.py": {
         "refuse_missing": {"find_spec(package)": "--optimizer"},
         "find_optimizer": {"locate(args.optimizer)": "--optimizer; a model's folder may name torch.optim's only"}},
-    "extras/plan.py": {
+    "training/plan.py": {
         "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(low_bit))": OWN}},
-    "extras/published.py": {"stand_in": {"getattr(flag)": OWN, "setattr(flag)": OWN}},
-    "extras/quantize.py": {"quantize_linears": {"getattr(child)": "of a model's modules",
+    "library/models/published.py": {"stand_in": {"getattr(flag)": OWN, "setattr(flag)": OWN}},
+    "library/models/quantization.py": {"quantize_linears": {"getattr(child)": "of a model's modules",
                                                 "setattr(child)": "of a model's modules"}},
-    "extras/transformer.py": {
+    "library/models/one_file.py": {
         "refuse_format": {"re.search(pattern)": OWN},
         "attach": {"setattr(name)": "of a model's parameters"}},
     "tiny/make_data.py": {"numbered": {"form.format(form)": OWN}},
@@ -261,7 +261,7 @@ def test_every_place_where_a_text_becomes_code_or_a_name_is_known():
     """And what it names is never what a file says. A new place fails here: see to it that no file can say what it
     names, then list it with half a line why."""
     found, known = set(), set()
-    for pattern in ("*.py", "extras/*.py", "tools/*.py", "tiny/*.py"):
+    for pattern in ("*.py", "library/**/*.py", "training/*.py", "tools/*.py", "tiny/*.py"):
         for path in HERE.glob(pattern):
             if path.name not in ("conftest.py", "test_consistency.py"):
                 found |= {(path.relative_to(HERE).as_posix(), *place) for place in places_in(path.read_text("utf-8"))}

@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 import common
-from extras import hints, surroundings
+from library.cli import flag_types, near_misses
+from library.data import dataset
+from library.lora import lora_paths
+from library.models import environment, hub
 from tests.harness import (HERE, add_item, is_one_line, lora_file, lora_tensors, paint_picture, refused, run_script,
                            save)
 
@@ -325,22 +328,22 @@ def test_a_part_of_a_dataset_is_answered_with_the_dataset(two):
         assert f"give {two / 'photos'}" in answer("train.py", "--data", two / "photos" / part, status=1)
     assert "a picture" in answer("train.py", "--data", two / "photos/target/a.png", status=1)
     line = answer("train.py", "--data", two / "photo.jpg", status=1)
-    assert "a picture" in line and "give" not in line and common.LAYOUT in line
+    assert "a picture" in line and "give" not in line and dataset.LAYOUT in line
     (two / "other/target").mkdir(parents=True) # a name alone makes no dataset
     assert f"give {two / 'other'}" not in answer("train.py", "--data", two / "other/target", status=1)
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 def test_areas_have_limits_that_are_allowed():
-    assert common.pixels("32x32") == 1024 and common.pixels("12500*12800") == common.MAX_PIXELS
-    assert common.pixels("native") == "native" and common.pixels("4097") == 4097
+    assert flag_types.pixels("32x32") == 1024 and flag_types.pixels("12500*12800") == common.MAX_PIXELS
+    assert flag_types.pixels("native") == "native" and flag_types.pixels("4097") == 4097
 
 def test_a_model_that_is_here_needs_no_user(tmp_path, monkeypatch):
     """Nor does a hub's, or one file of a transformer."""
     (tmp_path / "Qwen-Image-Edit").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("Qwen-Image-Edit", "tiny", "Qwen/Qwen-Image-Edit", "qwen-image-edit-2511.gguf", "gpt2"):
-        assert hints.near_model(name) is None, name
+        assert near_misses.near_model(name) is None, name
 
 def test_predict_without_flags_prints_how_it_is_used():
     result = run_script("predict.py")
@@ -362,9 +365,9 @@ def test_a_published_models_nearest_name_is_in_the_line_about_the_hub():
     def fetch():
         raise OSError("no network")
     with refused("Qwen/Qwen-Image-Edit-2512", "; give Qwen/Qwen-Image-Edit-2511, check the name and the network"):
-        common.from_hub("--model Qwen/Qwen-Image-Edit-2512", fetch)
+        hub.from_hub("--model Qwen/Qwen-Image-Edit-2512", fetch)
     with refused("; check the name and the network"):
-        common.from_hub("--model Qwen/Qwen-Image-Edit-2511", fetch)
+        hub.from_hub("--model Qwen/Qwen-Image-Edit-2511", fetch)
 
 def test_no_reason_is_cut_within_a_word():
     """A line of CUDA's may be long; what it says next is about other things."""
@@ -417,13 +420,13 @@ def test_lines_that_differ_only_in_the_file_are_one(tmp_path):
 
 def test_few_lines_and_other_reasons_stay_apart():
     lines = [f"error: d/{name}.png: no caption; expected d/{name}.txt" for name in ("a", "b (1)", "caption")]
-    assert hints.fold(lines) == lines
+    assert common.fold(lines) == lines
     more = [*lines, "error: d/x.png: no caption; expected d/y.txt", "error: d/e: other; z"]
-    assert hints.fold(more) == more
+    assert common.fold(more) == more
     four = [*lines, "error: d/.x.png: no caption; expected d/.x.txt"]
-    assert hints.fold(four) == [f"{lines[0]}; and 3 others likewise: b (1).png, caption.png, .x.png"]
-    assert len(hints.fold([f"error: m.jsonl:{n}: no field 'target'; want it" for n in range(9)])) == 1
-    long, = hints.fold([f"error: {n:0200}.png: no; do" for n in range(9)])
+    assert common.fold(four) == [f"{lines[0]}; and 3 others likewise: b (1).png, caption.png, .x.png"]
+    assert len(common.fold([f"error: m.jsonl:{n}: no field 'target'; want it" for n in range(9)])) == 1
+    long, = common.fold([f"error: {n:0200}.png: no; do" for n in range(9)])
     assert len(long) < 700
 
 # ---- at once ---------------------------------------------------------------------------------------------------------
@@ -453,11 +456,11 @@ AT_ONCE = [
 def test_a_near_miss_imports_nothing_slow(two):
     """Also where a run of tiny is there, whose LoRA predict.py would take. Among what is answered at once is a list
     with bad lines only, a folder whose pictures cannot be read, and what a machine without a card cannot do."""
-    save(paint_picture(), two / "out/tiny-a-001" / common.LORA_FILE, format="PNG")
+    save(paint_picture(), two / "out/tiny-a-001" / lora_paths.LORA_FILE, format="PNG")
     (two / "empty").mkdir()
     (two / "empty/text.jpg").write_text("x", "utf-8")
     (two / "bad.jsonl").write_text('{"image": "photo.jpg"}\n{"image": "gone.jpg", "prompt": "x"}\n', "utf-8")
-    commands = AT_ONCE + (NO_CARD if surroundings.no_card() else [])
+    commands = AT_ONCE + (NO_CARD if environment.no_card() else [])
     words = [[str(HERE / script), *flags] for script, *flags in map(str.split, commands)]
     env = os.environ | dict(PYTHONPATH=str(HERE))
     result = subprocess.run([sys.executable, "-c", SLOW, json.dumps(words)], cwd=two, env=env, capture_output=True,

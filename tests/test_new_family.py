@@ -3,7 +3,7 @@ GUIDE's table "A new model family" names every file that knows Qwen-Image-Edit, 
 """
 import re
 
-from extras import sources
+from library.results import code_hash
 from tests.harness import HERE
 
 # what only this family has: names of its classes, versions, layers and config's fields; numbers of its tokens
@@ -14,9 +14,9 @@ WORDS = [r"Qwen[A-Z2-]", r"\b2509\b", r"\b2511\b", "zero_cond_t", "additional_t_
 
 def code():
     """{file: its source without comments and docstrings} of all scripts."""
-    files = [path for pattern in ("*.py", "extras/*.py", "tools/*.py", "tiny/*.py") for path in HERE.glob(pattern)
+    files = [path for pattern in ("*.py", "library/**/*.py", "training/*.py", "tools/*.py", "tiny/*.py") for path in HERE.glob(pattern)
              if path.name not in ("test_consistency.py", "conftest.py")]
-    return {path.relative_to(HERE).as_posix(): sources.code_of(path.read_text("utf-8")) for path in files}
+    return {path.relative_to(HERE).as_posix(): code_hash.code_of(path.read_text("utf-8")) for path in files}
 
 def table():
     """{file: the names of it that GUIDE's table has}."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import common
-from extras import agree, optimizers, probe, resume
+from training import failures, optimizers, preflight, resume
 from tests.harness import (assert_bitwise, assert_same_run, is_one_line, log_of, lora_of, run_script,
                            start_ranks, steps_of)
 
@@ -254,14 +254,14 @@ def maker(optimizer, ema):
     return optimizers.find_optimizer(args, None)
 
 def trial(optimizer, ema=0):
-    """extras/probe.py's, on a LoRA of three layers; it lets torch's own pass if they are not ours by name."""
+    """training/preflight.py's, on a LoRA of three layers; it lets torch's own pass if they are not ours by name."""
     torch.manual_seed(0)
     shapes = dict(lora_A=(16, 320), lora_B=(512, 16))
     lora = {f"{n}.{k}": torch.nn.Parameter(0.1 * torch.randn(shape)) for n in range(3) for k, shape in shapes.items()}
     before = {name: p.detach().clone() for name, p in lora.items()}
     args = types.SimpleNamespace(optimizer=f"my {optimizer}", lr=0.01)
     with tempfile.TemporaryDirectory() as folder:
-        probe.check_optimizer(args, lora, maker(optimizer, ema), Path(folder))
+        preflight.check_optimizer(args, lora, maker(optimizer, ema), Path(folder))
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in lora.items())
 
 def skip_unless_it_can(optimizer, ema):
@@ -282,7 +282,7 @@ def test_published_optimizers_pass_the_trial_which_changes_nothing(optimizer, em
 @pytest.mark.parametrize("ema", [0, 0.3])
 @pytest.mark.parametrize("optimizer", KEPT + OWN)
 def test_what_published_optimizers_have_saved_is_taken_back(optimizer, ema):
-    """extras/resume.py looks whether a checkpoint's state is the optimizer's; that state stays as it is. After few and
+    """training/resume.py looks whether a checkpoint's state is the optimizer's; that state stays as it is. After few and
     many steps, from zeros and from other weights."""
     skip_unless_it_can(optimizer, ema)
     make_optimizer = maker(optimizer, ema)
@@ -307,7 +307,7 @@ def test_a_checkpoint_that_lacks_a_part_is_noticed_by_the_trial(monkeypatch, pla
     real = resume.load_optimizer
     kept = dict(group=lambda entry: entry[0] != "group", self=lambda entry: entry[0] != "self",
                 state=lambda entry: entry[0] in ("group", "self"), values=lambda entry: entry[1] != "exp_avg")
-    monkeypatch.setattr(probe, "load_optimizer", lambda optimizer, lora, tensors, state: real(
+    monkeypatch.setattr(preflight, "load_optimizer", lambda optimizer, lora, tensors, state: real(
         optimizer, lora, tensors, list(filter(kept[place], state))))
     optimizer = dict(group=TensorInGroup, self=Attribute, state=Nested).get(place)
     with pytest.raises(common.InputError, match="cannot keep|fails in a trial"):
@@ -317,13 +317,13 @@ def test_a_run_goes_on_as_if_no_trial_had_been(small, tmp_path, monkeypatch):
     """To the bit."""
     flags = [*small.flags, "--max_steps", 3, "--lora_dropout", 0.3]
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "a").status == 0
-    monkeypatch.setattr(probe, "check", lambda *arguments: None)
+    monkeypatch.setattr(preflight, "check", lambda *arguments: None)
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "b").status == 0
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 def test_a_late_state_that_cannot_be_kept_is_one_line(small, tmp_path, monkeypatch):
     """Also where the trial has not seen it."""
-    monkeypatch.setattr(probe, "check", lambda *arguments: None)
+    monkeypatch.setattr(preflight, "check", lambda *arguments: None)
     result = run_script("train.py", *small.flags, "--optimizer", f"{__name__}.ObjectInState", "--out_dir",
                         tmp_path / "a")
     assert result.status == 1 and is_one_line(result.errors[0], "SimpleNamespace in its moment"), result.err
@@ -343,10 +343,10 @@ def test_a_checkpoints_state_is_json_and_tensors(small, tmp_path):
 
 def unsaved():
     """For a child process: what each of them has in the end, beside what the first one saves."""
-    def compare(out_dir, step, parameters, real=agree.compare):
+    def compare(out_dir, step, parameters, real=failures.compare_loras):
         real(out_dir, step, parameters)
         torch.save([p.detach().clone() for p in parameters], out_dir.with_name(f"rank-{common.rank()}"))
-    agree.compare = compare
+    failures.compare_loras = compare
 
 def test_an_optimizer_that_draws_numbers_takes_the_same_step_on_each_process(small, tmp_path, start):
     """Each has its own dropout, whose seeds are the process's, before the step."""
@@ -387,13 +387,13 @@ def test_any_bit_of_any_weight_changes_the_digest():
     """Also two weights that are exchanged, in one matrix or between two, and a zero's sign."""
     torch.manual_seed(0)
     a, b = torch.randn(3, 5), torch.randn(4)
-    digests = [agree.digest([a, b]), agree.digest([b, a]), agree.digest([a[:, [1, 0, 2, 3, 4]], b])]
+    digests = [failures.digest([a, b]), failures.digest([b, a]), failures.digest([a[:, [1, 0, 2, 3, 4]], b])]
     for tensor in (a, b):
         bits = tensor.view(torch.int32).view(-1)
         for place in range(len(bits)):
             for bit in range(32):
                 before = bits[place].item()
                 bits[place] = before ^ (1 << bit if bit < 31 else -2**31)
-                digests.append(agree.digest([a, b]))
+                digests.append(failures.digest([a, b]))
                 bits[place] = before
-    assert len(set(digests)) == len(digests) == 3 + 19 * 32 and agree.digest([a, b]) == digests[0]
+    assert len(set(digests)) == len(digests) == 3 + 19 * 32 and failures.digest([a, b]) == digests[0]

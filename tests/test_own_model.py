@@ -91,7 +91,7 @@ def test_own_model_lora_round_trip(tmp_path):
     show(f"{MODEL}, LoRA loaded again", rel(got, want), limit())
     assert rel(got, want) <= limit() < rel(base, want)
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU test_extras.py measures this, with a model of d = 512")
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU test_quantization.py measures this, with a model of d = 512")
 def test_own_model_trains_in_the_planned_memory(tmp_path, data):
     """Two steps, at most 15 % from what --plan says."""
     flags = ["--model", MODEL, "--data", data, "--max_steps", 2, "--target_pixels", "256*256", "--control_pixels",

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common import shown
-from extras import best, resume
+from common import printable
+from training import best_step
 from tests.fuzz import fuzz
 from tests.harness import Reader, add_item, is_one_line, run_script, until, within
 from tools import page
@@ -296,7 +296,7 @@ def test_the_best_steps_are_named_by_loss_and_by_psnr(tmp_path):
     assert [row.split("9.0")[0] for row in rows] == [f"Mean PSNR {of}" for of in ("to the target", "val", "known")]
     assert ends_of(run / "index.html")["PSNR to the target (dB)", "LoRA"] == 16.5
     older = dict(psnr={group: dict(input=1, base=1, lora=lora, vae=1) for group, lora in (("a", 3), ("b", 5))})
-    assert best.mean_psnr(older)["lora"] == 4
+    assert best_step.mean_psnr(older)["lora"] == 4
 
 def test_what_matters_comes_first_and_six_pictures_are_open(tmp_path):
     run = make_run(tmp_path / "run", prompts=[f"edit {n}" for n in range(24)],
@@ -388,7 +388,7 @@ def test_a_text_stays_a_text(tmp_path):
     assert read.texts["title"] == read.texts["h1"] == [ODD_NAME]
     assert not [a for _, attributes in read.tags for a in attributes if a.startswith("on")]
     headings = read.texts["h3"]
-    assert headings[:len(ATTACKS)] == list(map(shown, ATTACKS))
+    assert headings[:len(ATTACKS)] == list(map(printable, ATTACKS))
     assert sorted(set(headings[len(ATTACKS):2 * len(ATTACKS)])) == sorted(a.replace("\u2028", " ") for a in ATTACKS)
     assert len([a for a in read.pictures if a["src"].startswith("data:image/jpeg")]) == 2 * len(ATTACKS)
     assert any(ATTACKS[0] in shlex.split(text)[-1] for text in read.texts["td"] if "a=" in text)
@@ -485,13 +485,14 @@ def test_samples_that_lie_elsewhere_are_not_the_run_s(tmp_path):
 
 def test_fuzz_of_a_log(tmp_path, capsys):
     """The page is drawn, or one line says why not; --keep, the best step and --resume read the same log."""
+    from training import resume
     run = make_run(tmp_path / "run", steps=20, every=10, prompts=["x", "y"])
     records = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
 
     def case(damaged):
         lines = damaged if isinstance(damaged, list) else [damaged]
         (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-        best.describe(run), best.steps_to_keep(run), best.better_checkpoints(run)
+        best_step.describe(run), best_step.steps_to_keep(run), best_step.better_checkpoints(run)
         resume.clean_folder(run, 10)
         (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         page.make_page([run], run / "index.html", 6)
@@ -583,7 +584,7 @@ def test_a_log_of_gigabytes_is_not_read(tmp_path, capsys, monkeypatch):
     result = run_script("tools/page.py", run)
     assert result.status == 1 and is_one_line(result.errors[-1], "log.jsonl", "over 1,073,741,824 bytes")
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("read"))
-    assert best.steps_to_keep(run) == set() and best.best_steps(run) == {} == best.better_checkpoints(run)
+    assert best_step.steps_to_keep(run) == set() and best_step.best_steps(run) == {} == best_step.better_checkpoints(run)
     line, = capsys.readouterr().err.splitlines()
     assert "log.jsonl: over 1,073,741,824 bytes, and left aside" in line
 
@@ -906,11 +907,11 @@ def test_an_attack_does_nothing_in_a_browser_and_pictures_of_any_name_are_shown(
     tab = view(run / "index.html")
     tab.evaluate("document.querySelectorAll('img').forEach(image => { image.loading = 'eager' })")
     wait_for_pictures(tab, "main img")
-    assert tab.locator("article h3").all_text_contents()[:len(ATTACKS)] == list(map(shown, ATTACKS))
+    assert tab.locator("article h3").all_text_contents()[:len(ATTACKS)] == list(map(printable, ATTACKS))
     tab.locator("summary").first.click()
     for button in tab.locator(".tile button").all()[::4]:
         button.click()
-        assert tab.locator(".prompt").text_content() in map(shown, ATTACKS)
+        assert tab.locator(".prompt").text_content() in map(printable, ATTACKS)
         tab.keyboard.press("Escape")
     assert tab.evaluate("window.hit") is None and tab.locator("script").count() == 1
 

@@ -10,7 +10,7 @@ import torch
 import cache
 import predict
 import rope_patch
-from extras import draw, plan, published
+from training import plan, validation
 from tests.harness import TINY, add_item, run_script
 
 def rows_of(out):
@@ -41,14 +41,14 @@ def rehearse(patch):
     count(predict, "decode", lambda _: drawing[-1])
     for name in ("encode_latents", "encode_text"):
         count(cache, name, lambda _: "encoded")
-    generate = draw.Drawer.generate
+    generate = validation.Drawer.generate
 
     def told(self, trained):
         drawing.append("pictures" if trained else "base")
         images = generate(self, trained)
         drawing.append("pictures") # then compare() decodes what the VAE alone makes
         return images
-    patch.setattr(draw.Drawer, "generate", told)
+    patch.setattr(validation.Drawer, "generate", told)
     return done
 
 def test_the_hours_of_the_plan_are_those_of_all_that_the_run_does(tmp_path, monkeypatch, quick):
@@ -89,7 +89,7 @@ def test_the_hours_of_the_plan_are_those_of_all_that_the_run_does(tmp_path, monk
 @pytest.mark.parametrize("flags, hours", [(["--resume"], True), (["--dtype", "float32"], False)])
 def test_a_published_model_is_planned_for_a_card_on_any_machine(tmp_path, quick, flags, hours):
     """In bfloat16 and with hours, without --dtype and without a GPU."""
-    folder = published.write_configs("Qwen/Qwen-Image-Edit-2511")
+    folder = plan.write_configs("Qwen/Qwen-Image-Edit-2511")
     result = run_script("train.py", "--plan", "--model", folder, "--data", TINY / "data", "--device", "cpu",
                         "--cache_dir", tmp_path / "c", "--gradient_checkpointing", 60, "--out_dir", "run", *flags)
     assert result.status == 0, result.err
@@ -124,7 +124,7 @@ def test_processes_draw_different_pictures_but_with_fsdp_the_same_ones(monkeypat
     """And without a cache nothing is encoded before."""
     text = "x", True
     sample = SimpleNamespace(prompts=["x"], encodings=[dict(img_shapes=[(1, 2, 3)])], texts={text: dict(tokens=4)})
-    monkeypatch.setattr(draw, "chosen", lambda *_: dict.fromkeys(range(3), sample))
+    monkeypatch.setattr(validation, "choose_pictures", lambda *_: dict.fromkeys(range(3), sample))
     monkeypatch.setattr(plan, "text_keys_of", lambda sample: [text])
     monkeypatch.setattr(plan, "world", lambda: 2)
     args = SimpleNamespace(max_tokens=10, max_steps=7, sample_every=3, use_cache=False)

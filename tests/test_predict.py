@@ -24,10 +24,10 @@ from diffusers import AutoencoderKLQwenImage
 from PIL import Image, ImageFile, ImageFont, ImageOps
 
 import cache
-import common
+from library.data import dataset, picture_files
+from library.results import contact_sheets
+from training.validation import psnr
 import predict
-from extras import sheet
-from extras.draw import psnr
 from tests.harness import (EXACT, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, change_weight, copy_model,
                            encoder_flags, is_one_line, job_of, kill, lora_file, paint_picture, rel, run_script, save,
                            show, start_ranks, stock_area, stock_pipeline, until)
@@ -209,8 +209,8 @@ def test_a_folder_times_seeds_times_scales_is_one_batch_and_one_sheet(tmp_path, 
     flag gives, 0.5 half of each --lora_scale. Names are kept; a second call draws what is missing."""
     for name, photo in (("a.png", photos[0]), ("deep/b.jpg", photos[1]), ("deep/b.png", photos[2])):
         save(Image.open(photo), tmp_path / "in" / name)
-    held, real = [], sheet.contact_sheet
-    monkeypatch.setattr(sheet, "contact_sheet", lambda rows, titles: held.extend(
+    held, real = [], contact_sheets.contact_sheet
+    monkeypatch.setattr(contact_sheets, "contact_sheet", lambda rows, titles: held.extend(
         cell.size for row in rows for cell in row if isinstance(cell, Image.Image)) or real(rows, titles))
     flags = ["--image", tmp_path / "in", "--prompt", "go", "--out_dir", tmp_path / "out", "--lora", *two_loras,
              "--lora_scale", 4, 6, "--seed", 4, 5, "--scales", 0, 0.5, 1]
@@ -356,7 +356,7 @@ def test_sizes_are_those_of_the_lora_unless_a_flag_says_otherwise(tmp_path, phot
     for n, (loras, more, area) in enumerate([(ours[:1], [], "native"), (ours, [], "native"), (ours[1:], [], 48 * 48),
                                              (ours[:1], ["--target_pixels", "32*32"], 32 * 32)]):
         result = draw(*flags, "--lora", *loras, "--out", tmp_path / f"{n}.png", *more)
-        assert Image.open(tmp_path / f"{n}.png").size == common.fit_size(common.image_size(photos[0]), area)
+        assert Image.open(tmp_path / f"{n}.png").size == picture_files.fit_size(picture_files.image_size(photos[0]), area)
 
 @pytest.mark.parametrize("folder, edit, vae, follows",
                          [("toys/known", "background", 30, 22), ("known", "gray", 26, 24)])
@@ -367,8 +367,8 @@ def test_the_shipped_base_copies_and_follows(tmp_path, folder, edit, vae, follow
     draw("--jobs", tmp_path / "known", "--out_dir", tmp_path / "o", "--lora", "", steps=8)
     pipe, found = cache.load_pipeline(TINY), {}
     cache.load_encoder(pipe, "vae", encoder_flags())
-    for sample in common.read_dataset(tmp_path / "known")[0]:
-        target = common.read_image(sample.target)
+    for sample in dataset.read_dataset(tmp_path / "known")[0]:
+        target = picture_files.read_image(sample.target)
         ceiling, _ = predict.decode(pipe.vae, cache.encode_image(pipe, target),
                                  [(1, target.height // 16, target.width // 16)])
         drawn = Image.open(tmp_path / "o" / (sample.name.replace("/", "-") + ".png"))
@@ -563,9 +563,9 @@ def test_a_prompt_that_is_too_long_is_one_line_and_stops_no_other_job(tmp_path, 
     assert "indexing errors" not in warnings.getvalue() # the tokenizer's, which is wrong here
 
 def test_a_sheet_names_a_sample_whose_instruction_its_font_lacks(monkeypatch):
-    monkeypatch.setattr(sheet, "fonts", lambda: [ImageFont.load_default(14)]) # as on a machine without others
-    assert sheet.shown_prompt("\u83ca\u82b1", "flower") == "flower"
-    assert sheet.shown_prompt("add a red border, [1]!", "flower") == "add a red border, [1]!"
+    monkeypatch.setattr(contact_sheets, "fonts", lambda: [ImageFont.load_default(14)]) # as on a machine without others
+    assert contact_sheets.shown_prompt("\u83ca\u82b1", "flower") == "flower"
+    assert contact_sheets.shown_prompt("add a red border, [1]!", "flower") == "add a red border, [1]!"
 
 @pytest.mark.parametrize("flags, named", [
     ("EDIT --sigmas 0.5 0.7", "sigmas"), ("EDIT --num_inference_steps 1", "give 2 or more"),
@@ -581,7 +581,7 @@ def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, fl
     """A place that cannot be written, or holds the pictures given; a folder without pictures; what a LoRA is not."""
     monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: (_ for _ in ()).throw(OSError))
-    monkeypatch.setattr("extras.defaults.read_sections", lambda folder: {}) # which has the shift that one step needs
+    monkeypatch.setattr("library.cli.defaults.read_sections", lambda folder: {}) # which has the shift that one step needs
     for name in ("in/a.png", "sheet/sheet.jpg"):
         save(paint_picture(), tmp_path / name)
     (tmp_path / "no").mkdir()

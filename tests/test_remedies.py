@@ -1,8 +1,8 @@
 """
-Every remedy that an error line of train.py, extras/resume.py or extras/optimizers.py names is tried: what was wrong,
+Every remedy that an error line of train.py, training/resume.py or training/optimizers.py names is tried: what was wrong,
 the line, the command with the remedy, what happens then. Those of common.py's flags that train.py shares are here, too.
 
-Not tried here, and why. Elsewhere, as they want several processes: --fsdp under torchrun (test_extras.py), processes
+Not tried here, and why. Elsewhere, as they want several processes: --fsdp under torchrun (test_quantization.py), processes
 that part (test_optimizers.py) or differ (test_identity.py). Elsewhere, as they want a full disk or a missing file:
 checkpoints that cannot be written (test_loop_ends.py), an extra that was deleted (test_house.py). A run in a folder at
 which another one works: test_faults.py. Nowhere: `pip install` of a missing package; a validation of several processes
@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-import common
+from library.files import tensor_files
 import predict
 import rope_patch
 from tests.harness import EXACT, HERE, add_item, copy_model, damage_tensors, is_one_line, log_of, run_script, save
@@ -48,8 +48,8 @@ def places(tmp_path_factory):
         result = run_script("train.py", *shlex.split(d), "--max_steps", 2, "--save_every", 1, *more, "--out_dir",
                             folder / name)
         assert result.status == 0, result.err
-    tensors, meta = common.read_tensors(folder / "run" / predict.LORA_FILE, "lora_adapter_metadata")
-    common.write_tensors(names["zeros"], {k: 0 * v for k, v in tensors.items()}, meta, "lora_adapter_metadata")
+    tensors, meta = tensor_files.read_tensors(folder / "run" / predict.LORA_FILE, "lora_adapter_metadata")
+    tensor_files.write_tensors(names["zeros"], {k: 0 * v for k, v in tensors.items()}, meta, "lora_adapter_metadata")
     return names
 
 # (the command, what its line says, the commands that apply its remedies). {i}: an index with the flags of a short run,
@@ -101,7 +101,7 @@ TABLE = [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER]),
     ("{d} --resume --out_dir {f}/data", "give the right --out_dir", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER + "--resume"]),
-    # extras/resume.py
+    # training/resume.py
     ("{d} --max_steps 3 --resume --out_dir {run} --lr 1", "give the old ones, or start a new run", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER + "--lr 1"]),
     ("{d} --max_steps 3 --resume --out_dir {run} --control_pixels 32*32", "give the old ones, or start a new run", [
@@ -125,9 +125,9 @@ def change(folder, how):
         if how == "damaged":
             damage_tensors(path)
         elif how == "old":
-            tensors, info = common.read_tensors(path)
+            tensors, info = tensor_files.read_tensors(path)
             del info["config"]["data_hash"]
-            common.write_tensors(path, tensors, info)
+            tensor_files.write_tensors(path, tensors, info)
 
 def command(text, places, folder):
     """It returns the words of a command of the table, whose {o} is a new folder, and {copy:run} a copy."""
@@ -200,9 +200,9 @@ def test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_at_a_lower_r
 def test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora(places, tmp_path):
     run = shutil.copytree(places["run"], tmp_path / "run")
     for path in run.glob("checkpoint-*/optimizer.safetensors"):
-        tensors, info = common.read_tensors(path)
+        tensors, info = tensor_files.read_tensors(path)
         info["optimizer"].append(["self", "momentum", 0.9])
-        common.write_tensors(path, tensors, info)
+        tensor_files.write_tensors(path, tensors, info)
     result = run_script("train.py", *shlex.split(places["d"]), "--max_steps", 3, "--out_dir", run, "--resume")
     assert result.status == 1 and is_one_line(result.errors[-1], "is not what Muon keeps"), result.err
     python, script, *flags = shlex.split(result.errors[-1].split("its LoRA: ")[1])
@@ -213,15 +213,15 @@ ELSEWHERE = { # lines of these files: where their remedies are tried, or why not
     "was begun with --max_steps": "test_the_command_that_a_finished_schedule_names_goes_on_from_its_lora",
     "a lower --lr (--pretrained_lora": "test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_...",
     "lower the first (for one sample": "test_less_tokens_a_pass_help_after_memory_ran_out",
-    ":   at step ": "the form of step_error's lines, which are listed, too", "start with torchrun": "test_extras.py",
+    ":   at step ": "the form of step_error's lines, which are listed, too", "start with torchrun": "test_quantization.py",
     "cannot be imported": "test_optimizers.py: it needs a broken module",
     "cannot be moved aside": "test_disks.py: it needs such a disk",
     "lower --max_tokens, then": "docstring",
     "continue with that version": "test_formats.py: test_a_checkpoint_of_an_older_format_is_refused_as_older",
-    "a checkpoint cannot keep": "test_optimizers.py: it needs an optimizer that extras/probe.py does not catch",
-    "its prompt_embed has": "test_strangers_data.py: a forged cache, for which there is no other remedy",
+    "a checkpoint cannot keep": "test_optimizers.py: it needs an optimizer that training/preflight.py does not catch",
+    "its prompt_embed has": "test_foreign_data.py: a forged cache, for which there is no other remedy",
     "is not what": "test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora",
-    "of its tensors are not those of this LoRA": "test_strangers_lora.py: of a forged file there is no other copy here",
+    "of its tensors are not those of this LoRA": "test_foreign_headers.py: of a forged file there is no other copy here",
     "take another copy": "the same; and never shown alone, like the next",
     "its files do not belong together": "never shown alone: find_checkpoint takes the checkpoint before it"}
 
@@ -235,7 +235,7 @@ def lines_of(file):
             texts.append(" ".join(filter(lambda value: isinstance(value, str), constants)))
     return [text for text in texts if " " in text]
 
-@pytest.mark.parametrize("file", ["train.py", "extras/resume.py", "extras/optimizers.py"])
+@pytest.mark.parametrize("file", ["train.py", "training/resume.py", "training/optimizers.py"])
 def test_every_remedy_has_its_row(file):
     """A new error line of theirs needs a row in the table, or a reason."""
     tried = [line for _, line, _ in TABLE] + list(ELSEWHERE)

@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 import cache
-import common
-from extras import indexes
+from library.data import dataset, index_file
 from tests.harness import (add_item, assert_same, cached_files, index_of, is_one_line, load, make_cache, paint_picture,
                            refused, samples_of, save)
 
@@ -21,7 +20,7 @@ AREAS = ["--target_pixels", "64*64", "96*96"]
 @pytest.fixture
 def role(monkeypatch):
     """The line."""
-    monkeypatch.setitem(common.ROLES, "rejected", common.Role(("rejected", "worse"), "rejected_latent"))
+    monkeypatch.setitem(dataset.ROLES, "rejected", dataset.Role(("rejected", "worse"), "rejected_latent"))
 
 @pytest.fixture
 def pairs(tmp_path, role):
@@ -69,7 +68,7 @@ def test_it_changes_the_keys_only_of_samples_that_have_it(tmp_path, pairs, plus,
     """Nothing else is encoded again; another such picture is another file."""
     shutil.move(pairs / "worse", tmp_path / "worse")
     with monkeypatch.context() as without:
-        without.delitem(common.ROLES, "rejected")
+        without.delitem(dataset.ROLES, "rejected")
         assert make_cache(pairs, tmp_path / "c", *AREAS).status == 0
     before = cached_files(tmp_path / "c")
     shutil.move(tmp_path / "worse", pairs / "worse")
@@ -119,7 +118,7 @@ def test_an_index_is_compared_with_the_file_of_its_rejected_picture(tmp_path, pa
     for wrong in ({}, dict(rejected_latent=torch.zeros(3, 64)), dict(rejected_latent=torch.zeros(16))):
         with refused(sample.encodings[0]["file"].name, "rejected_latent"):
             rest = {name: tensor for name, tensor in tensors.items() if name != "rejected_latent"}
-            indexes.check_tensors(rest | wrong, sample, sample.encodings[0])
+            index_file.check_tensors(rest | wrong, sample, sample.encodings[0])
     index, = (tmp_path / "c").glob("*.json")
     for wrong in ("", 5, ["x"], str(tmp_path / "other.png")):
         written = json.loads(index.read_text("utf-8"))
@@ -127,4 +126,4 @@ def test_an_index_is_compared_with_the_file_of_its_rejected_picture(tmp_path, pa
         other = index.with_name("other.json")
         other.write_text(json.dumps(written), "utf-8")
         with refused("other.json"):
-            indexes.read_index(other)
+            index_file.read_index(other)

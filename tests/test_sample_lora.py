@@ -14,10 +14,10 @@ from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 
 import cache
-import common
+from library.data import picture_files
+from library.models import compilation
+from training import plan
 import predict
-from extras import compile as compile_extra
-from extras import plan
 from tests.harness import (EXACT, NATIVE, SMALL, add_item, assert_bitwise, curve, is_one_line,
                            log_of, lora_file, lora_tensors, rel, renamed, run_script, start_ranks, validations_of)
 
@@ -46,7 +46,7 @@ def train(out_dir, flags, *more):
 
 def pictures_of(folder):
     """-> {name: pixels} of the PNGs below a folder."""
-    return {path.stem: np.asarray(common.read_image(path)) for path in folder.rglob("*.png")}
+    return {path.stem: np.asarray(picture_files.read_image(path)) for path in folder.rglob("*.png")}
 
 def same(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
@@ -125,7 +125,7 @@ def test_it_works_with(tmp_path, flags, other, more):
 def test_compiled_blocks_are_not_compiled_anew_after_a_validation(tmp_path, flags, other, monkeypatch):
     """One block and one sample, as they are compiled for long."""
     real_compile, steps = torch.nn.Module.compile, []
-    monkeypatch.setattr(compile_extra, "compile_blocks", lambda blocks: real_compile(
+    monkeypatch.setattr(compilation, "compile_blocks", lambda blocks: real_compile(
         blocks[0], dynamic=True, backend="eager"))
     real = torch.nn.utils.clip_grad_norm_ # which each step calls
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: steps.append(

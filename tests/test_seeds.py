@@ -18,10 +18,11 @@ from diffusers import QwenImageTransformer2DModel
 from PIL import Image
 
 import cache
-import common
+from library.data import index_file
+from library.files import tensor_files
+from library.models import devices, environment
 import predict
 import rope_patch
-from extras import indexes, surroundings
 from tests.harness import (DEVICE, EQUAL, MIXED, NATIVE, TINY, add_item, assert_bitwise, assert_one_by_one, copy_model,
                            encoder_flags, hot_model, image_lens, is_one_line, joint_mask_of, make_batch, make_cache,
                            padded_call, paint_picture, patched_model, rel, run, run_script, samples_of, stock_call,
@@ -119,10 +120,10 @@ SIX = ["pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask", "
 def tensors_of(cache_dir):
     """The one sample of a cache, whole."""
     index, = cache_dir.glob("*.json")
-    (sample, *_), *_ = indexes.read_index(index)
-    tensors = common.read_tensors(sample.encodings[0]["file"])[0]
+    (sample, *_), *_ = index_file.read_index(index)
+    tensors = tensor_files.read_tensors(sample.encodings[0]["file"])[0]
     for text in sample.texts.values():
-        tensors |= common.read_tensors(text["file"])[0]
+        tensors |= tensor_files.read_tensors(text["file"])[0]
     return tensors
 
 @pytest.fixture(scope="module")
@@ -305,7 +306,7 @@ def test_predict_reports_time_and_memory(tmp_path, photo, monkeypatch):
     assert 0 < float(said[2]) < 100 and float(said[1]) < 60
     peaks = {"cuda:1": 3 * 2**30}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[device])
-    assert common.memory_of("cuda:1") == 3 # that of the device which is asked for
+    assert devices.memory_of("cuda:1") == 3 # that of the device which is asked for
 
 class Reached(Exception):
     """What a test waits for has been seen."""
@@ -342,8 +343,8 @@ def test_each_part_of_predict_stands_on_its_own_device(tmp_path, photo, monkeypa
     """S1's predict.devices. The text encoder alone, the VAE alone, the transformer alone on another device."""
     assert predict_photo(photo, tmp_path).status == 0 # the encodings
     seen, real = [], predict.decode
-    monkeypatch.setattr(common, "check_device", lambda flag, device: None)
-    monkeypatch.setattr(surroundings, "refuse_devices", lambda args: None) # of all but cuda and cpu
+    monkeypatch.setattr(devices, "check_device", lambda flag, device: None)
+    monkeypatch.setattr(environment, "refuse_devices", lambda args: None) # of all but cuda and cpu
     def decode(vae, latents, shapes):
         seen.append((devices_of(vae), latents.device.type))
         return (paint_picture(), None) if latents.is_meta else real(vae, latents, shapes)

@@ -11,8 +11,9 @@ import pytest
 import yaml
 from PIL import Image
 
-import common
-from extras.strangers import CONTROLS
+from common import CONTROLS
+from library.cli import command_line
+from library.data.dataset import read_dataset
 from tests.harness import is_one_line, paint_picture, paste, run_script, save
 from tools import settings
 
@@ -356,9 +357,9 @@ def parsed(words, tmp_path):
     class Parsed(Exception):
         pass
     def stop(parser, script):
-        raise Parsed(common.Parser.parse_args(parser))
+        raise Parsed(command_line.Parser.parse_args(parser))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "parse_args", stop)
+        patch.setattr(command_line, "parse_args", stop)
         with pytest.raises(Parsed) as caught:
             run_script("train.py", *words)
     return caught.value.args[0]
@@ -578,7 +579,7 @@ def test_sample_prompts_become_jobs(tmp_path):
     picture = dict(prompt="[trigger] in snow", ctrl_img="before/a.png")
     sample = dict(samples=[picture, picture | dict(seed=7), dict(prompt="alone")], seed=42, walk_seed=True, width=640)
     result, _ = imported(tmp_path, sample=sample, process=dict(trigger_word="sks"))
-    jobs, problems = common.read_dataset(tmp_path / "out_jobs.jsonl", is_job=True)
+    jobs, problems = read_dataset(tmp_path / "out_jobs.jsonl", is_job=True)
     assert not problems and "out_jobs.jsonl: 2 sample prompts" in result.out
     assert [(job.prompts, job.controls, job.settings) for job in jobs] == [
         (["sks in snow"], [str(tmp_path / "before/a.png")], dict(width=640, seed=seed, line=n + 1))
@@ -694,5 +695,5 @@ def test_a_default_caption_is_the_prompt_of_targets_without_one(tmp_path):
     for name, flags, want in (("one", [], "a house"), ("two", ["--prompt", "so"], "so")):
         config = write(tmp_path / "a.yaml", dict(config=dict(process=[dict(datasets=data)])))
         result = run_script("tools/import_data.py", config, tmp_path / name, *flags)
-        samples, _ = common.read_dataset(tmp_path / name)
+        samples, _ = read_dataset(tmp_path / name)
         assert result.status == 0 and [s.prompts for s in samples] == [[want], *[["make it snow"]] * 3], result.err

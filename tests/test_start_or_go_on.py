@@ -34,8 +34,8 @@ def killed_in(module, name, number, what, after):
     setattr(module, name, killed)
 
 MOMENTS = [ # of the life of a run
-    ("extras.run_folder", "lock", 1, None, False), # nothing is there yet
-    ("extras.run_folder", "lock", 1, None, True), # a folder with a lock
+    ("training.run_folder", "lock", 1, None, False), # nothing is there yet
+    ("training.run_folder", "lock", 1, None, True), # a folder with a lock
     ("cache", "make_cache", 1, None, False),
     ("common", "write_file", 1, "log.jsonl", False), ("common", "write_file", 1, "log.jsonl", True),
     ("common", "memory_of", 2, None, False), # between the log and the first checkpoint
@@ -99,15 +99,15 @@ def test_what_a_nas_has_put_into_a_new_folder_is_no_run(tmp_path, small):
 RESTARTED = """
 import os, runpy, sys
 sys.path.insert(0, {root!r})
-import extras
-from extras import agree
-compare, calls = agree.compare, []
+import library
+from training import failures
+compare, calls = failures.compare_loras, []
 def killed(*args):
     calls.append(1)
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and len(calls) == 2:
         os.kill(os.getpid(), 9)
     compare(*args)
-agree.compare = killed
+failures.compare_loras = killed
 sys.argv[0] = {root!r} + "/train.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -19,7 +19,7 @@ from tests.harness import HERE, kill, killed_runs, log_of, records_of, start_ran
 # a script as ours are, in a second: two lines, and what stood in them is in a file
 SCRIPT = """
 import sys; sys.path.insert(0, {here!r})
-import extras, common, json, os
+import library, common, json, os
 common.Parser("x").parse_args()
 opened = open({result!r}, "w")
 for n in range(3):
@@ -63,7 +63,7 @@ def test_lines_come_again_when_a_full_disk_has_room(tmp_path):
     """Also those that Python's buffer has held."""
     code = f"""if True:
         import sys; sys.path.insert(0, {str(HERE)!r})
-        import extras, common, os
+        import library, common, os
         common.Parser("x").parse_args()
         room = os.dup(1)
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)

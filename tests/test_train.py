@@ -22,9 +22,13 @@ from PIL import Image
 
 import cache
 import common
+from library.cli import command_line, flag_types
+from library.data import dataset, index_file, picture_files
+from library.files import tensor_files
+from library.lora import foreign_loras
+from training import best_step, resume, validation
 import predict
 import rope_patch
-from extras import best, draw, indexes, lora_files, resume
 from tests.harness import (ADAMW, EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve,
                            damage_tensors, demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of,
                            lora_tensors, losses_of, paint_picture, recipe, rel, run_script, save, show, start_ranks,
@@ -246,7 +250,7 @@ def test_a_mask_that_leaves_nothing_to_learn_is_named_before_the_first_step(tmp_
         result = train(root, tmp_path / f"skip-{n}", *flags, *val, *c, "--skip_bad")
         assert result.status == 0 and "on 1 samples" in result.out, result.err
         assert [s.name for s in result.globals["val_samples"]] == ["w"] and all(loss > 0 for loss in result.losses)
-    assert len(indexes.read_index(index)[0]) == 3 # for other weights
+    assert len(index_file.read_index(index)[0]) == 3 # for other weights
     assert train(index, tmp_path / "defaults", *c).status == 0 # at the default weights nothing is wrong
     save(dot, tmp_path / "data/mask/a.png")
     result = train(data, tmp_path / "none", *flags, *c, "--skip_bad")
@@ -279,9 +283,9 @@ def test_a_gradient_of_exactly_zero_ends_the_run_before_the_step(tmp_path, data)
     result = train(data, tmp_path / "b", "--preserve", 0.999)
     assert result.status == 0 and result.losses == [0, 0], result.err # from the second on, too
     run = train(data, tmp_path)
-    tensors, meta = common.read_tensors(next(tmp_path.glob("run-0/*.safetensors")), "lora_adapter_metadata")
+    tensors, meta = tensor_files.read_tensors(next(tmp_path.glob("run-0/*.safetensors")), "lora_adapter_metadata")
     zeros = {name: torch.zeros_like(x) for name, x in tensors.items()}
-    common.write_tensors(tmp_path / "zeros.safetensors", zeros, meta, "lora_adapter_metadata")
+    tensor_files.write_tensors(tmp_path / "zeros.safetensors", zeros, meta, "lora_adapter_metadata")
     result = run_script("train.py", "--data", data, "--val_data", "--pretrained_lora", tmp_path / "zeros.safetensors",
                         "--out_dir", tmp_path / "zeros", "--max_steps", 2)
     assert run.status == 0 and result.status == 1, result.err
@@ -333,7 +337,7 @@ def test_a_batch_is_at_least_one_sample_a_process_or_says_what_idles(small, tmp_
     for name, value in dict(RANK="0", WORLD_SIZE="8", MASTER_ADDR="a", MASTER_PORT="1").items():
         monkeypatch.setenv(name, value)
     defaults = []
-    monkeypatch.setattr(common.Parser, "parse_args", lambda self: sys.exit(defaults.append(
+    monkeypatch.setattr(command_line.Parser, "parse_args", lambda self: sys.exit(defaults.append(
         self.get_default("batch_size"))))
     run_script("train.py")
     assert defaults == [8]
@@ -343,9 +347,9 @@ def test_nan_stops_before_the_step_is_taken(tmp_path, data):
     flags = ["--cache_dir", tmp_path / "c", "--save_every", 1, *NATIVE, *EXACT]
     first = train(data, tmp_path, *flags, "--max_steps", 1, "--batch_size", 1)
     picked = first.globals["pick"](1)
-    tensors, meta = common.read_tensors(picked.encoding["file"])
+    tensors, meta = tensor_files.read_tensors(picked.encoding["file"])
     tensors["pixel_latent"] *= 1e30 # (NaN itself is refused when it is read); its square overflows
-    common.write_tensors(picked.encoding["file"], tensors, meta)
+    tensor_files.write_tensors(picked.encoding["file"], tensors, meta)
     result = train(data, tmp_path, *flags, "--batch_size", 1)
     assert result.status == 1 and is_one_line(result.errors[-1], picked.sample.name, "step 2", "--lr")
     run = tmp_path / "run-1"
@@ -378,7 +382,7 @@ def test_a_damaged_file_ends_the_run_in_the_step_that_needs_it(small, tmp_path):
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "whole", "--max_steps", 3).status == 0
     log = log_of(tmp_path / "whole")
     name, = set(log[2]["samples"]) - set(log[0]["samples"]) - set(log[1]["samples"]) # an epoch has 5, a step has 2
-    sample = {f"data/{s.name}": s for s in indexes.read_index(folder / "tiny-data.json")[0]}[name]
+    sample = {f"data/{s.name}": s for s in index_file.read_index(folder / "tiny-data.json")[0]}[name]
     file = sample.encodings[0]["file"]
     sound = file.read_bytes()
     damage_tensors(file)
@@ -548,8 +552,8 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
         assert not [other for other in changes if other != name and f"{other}: " in result.errors[0]]
     (tmp_path / "file").write_text("", "utf-8")
     with monkeypatch.context() as patch: # a checkpoint of a train.py that compared less
-        real = common.read_tensors
-        patch.setattr("extras.resume.read_tensors", lambda *args: [old_info(part) for part in real(*args)])
+        real = tensor_files.read_tensors
+        patch.setattr("training.resume.read_tensors", lambda *args: [old_info(part) for part in real(*args)])
         result = train_demo(tmp_path / "a", *flags, "--resume")
     assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "a", "older version"), result.err
     result = train_demo(tmp_path / "file/run")
@@ -622,7 +626,7 @@ def test_runs_that_start_together_take_two_numbers(tmp_path, small, start):
 def test_validation_changes_no_number(tmp_path, data, monkeypatch):
     """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
     dropout. Pictures without the LoRA are drawn once."""
-    monkeypatch.setitem(common.SAMPLING, "num_inference_steps", 2)
+    monkeypatch.setitem(flag_types.SAMPLING, "num_inference_steps", 2)
     flags = ["--cache_dir", tmp_path / "c", "--lora_dropout", 0.5, "--max_steps", 3, *NATIVE, *EXACT]
     drawn, denoise = [], predict.denoise
     monkeypatch.setattr(predict, "denoise", lambda *args: drawn.append(1) or denoise(*args))
@@ -660,26 +664,26 @@ def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):
 def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, monkeypatch):
     """For a page that shows the run: each validation's pictures, as drawn, and once what they are compared with, all in
     the drawn size. Of more than 20 validations the oldest pictures go, but for those of the best steps."""
-    monkeypatch.setitem(common.SAMPLING, "num_inference_steps", 2)
+    monkeypatch.setitem(flag_types.SAMPLING, "num_inference_steps", 2)
     add_item(data, "deep/cat", [(64, 96), (96, 64), (300, 40)])
     flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--max_steps", 2, "--sample_every", 1, *NATIVE, *EXACT]
     assert train(data, tmp_path, *flags).status == 0
-    run, read = tmp_path / "run-0", lambda *parts: common.read_image(tmp_path.joinpath("run-0/samples", *parts))
+    run, read = tmp_path / "run-0", lambda *parts: picture_files.read_image(tmp_path.joinpath("run-0/samples", *parts))
     first, last = validations_of(run)
     assert [p["file"] for p in last["pictures"]] == sorted(p["file"] for p in first["pictures"])
     cat, = [p for p in last["pictures"] if p["file"] == "data/deep-cat.png"]
-    assert cat["controls"] == 2 and cat["prompt"] == common.read_dataset(data)[0][0].prompts[0]
+    assert cat["controls"] == 2 and cat["prompt"] == dataset.read_dataset(data)[0][0].prompts[0]
     base, target, control, drawn = [read(d, cat["file"]) for d in ("base", "target", "control", "step_000002")]
     assert base.size == target.size == control.size == drawn.size == (64, 96)
     assert read("control_1", cat["file"]).width == 64 and drawn != read("step_000001", cat["file"])
-    got = [draw.psnr(image, target) for image in (control, base, drawn)]
+    got = [validation.psnr(image, target) for image in (control, base, drawn)]
     assert cat["psnr"][:3] == pytest.approx(got, abs=0.01)
     assert last["psnr"]["data/deep"]["lora"] == pytest.approx(got[2])
     for n in range(30):
         (run / f"samples/step_9{n:05}").mkdir()
     (run / "DONE").unlink()
     assert train(data, tmp_path, *flags, "--out_dir", run, "--resume").status == 0
-    kept = [f"step_{step:06d}" for step in sorted(best.steps_to_keep(run))]
+    kept = [f"step_{step:06d}" for step in sorted(best_step.steps_to_keep(run))]
     newest = [f"step_9{n:05}" for n in range(10, 30)]
     assert kept and sorted(p.name for p in run.glob("samples/step_*/")) == kept + newest
 
@@ -748,7 +752,7 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
 @pytest.mark.parametrize("most, made", [(2, [0, 2]), (9, [0, 1, 2, 3, 4]), (0, [])])
 def test_a_validation_makes_at_most_val_pictures_and_computes_the_loss_of_all(tmp_path, monkeypatch, most, made):
     """They are spread over all samples, and in the sheet. What goes to the first process are numbers, no pictures."""
-    monkeypatch.setitem(common.SAMPLING, "num_inference_steps", 2)
+    monkeypatch.setitem(flag_types.SAMPLING, "num_inference_steps", 2)
     for n in range(5):
         add_item(tmp_path / "data", f"{n}/cat", [(160, 160), (128, 160)])
     losses, sent, real_generate, real_gather = [], [], predict.generate_samples, common.gather_objects
@@ -812,9 +816,9 @@ def test_psnrs_are_those_of_the_pictures(tmp_path, data, monkeypatch):
     # a row has what the best step is chosen by
     row = re.search("^all pictures +([0-9]+)((?: +[0-9.]+){4})$", result.out, re.M)
     assert int(row[1]) == len(record["pictures"])
-    assert row[2].split() == [f"{mean:.1f}" for mean in best.mean_psnr(record).values()]
+    assert row[2].split() == [f"{mean:.1f}" for mean in best_step.mean_psnr(record).values()]
     got, want = [Image.open(data / kind / "deep/cat.png") for kind in ("control", "target")]
-    assert psnr["data/deep"]["input"] == pytest.approx(draw.psnr(got.resize(want.size, Image.LANCZOS), want))
+    assert psnr["data/deep"]["input"] == pytest.approx(validation.psnr(got.resize(want.size, Image.LANCZOS), want))
     deep = psnr["data/deep"]
     assert deep["lora"] == deep["base"] == deep["vae"] > deep["input"]
 
@@ -969,11 +973,11 @@ def test_the_real_share_of_preserve_is_told(tmp_path):
 def effect_of(run):
     """It returns what a run's LoRA adds to each weight."""
     state, meta = predict.read_lora(run)
-    config = lora_files.checked(run, {key.removeprefix("transformer."): value for key, value in meta.items()}, 0)
+    config = foreign_loras.checked(run, {key.removeprefix("transformer."): value for key, value in meta.items()}, 0)
     added = {}
     for key in [key for key in state if key.endswith(".lora_A.weight")]:
         layer = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
-        scale = lora_files.of_config(run, config, layer, len(state[key]))
+        scale = foreign_loras.of_config(run, config, layer, len(state[key]))
         added[layer] = scale * state[key.replace("lora_A", "lora_B")].double() @ state[key].double()
     return added
 
@@ -1015,7 +1019,7 @@ def test_a_folded_scale_that_cannot_be_ours_is_one_line(small, tmp_path, folded)
     if isinstance(folded, dict) and "a" in folded:
         folded = dict.fromkeys([layer.removeprefix("transformer.") for layer in layers], folded["a"])
     meta = {"transformer.r": 2, "transformer.lora_alpha": 2, "train.folded": folded}
-    common.write_tensors(tmp_path / "x.safetensors", tensors, meta, "lora_adapter_metadata")
+    tensor_files.write_tensors(tmp_path / "x.safetensors", tensors, meta, "lora_adapter_metadata")
     at = small.flags.index("--lora_rank")
     result = run_script("train.py", *small.flags[:at], *small.flags[at + 5:], "--out_dir", tmp_path / "a",
                         "--max_steps", 1, "--pretrained_lora", tmp_path / "x.safetensors")

@@ -10,8 +10,9 @@ import os
 import pytest
 from PIL import Image
 
-import common
-from extras import strays
+from library.data import picture_files
+from library.data.dataset import read_dataset
+from library.files import stray_files
 from tests.harness import EXACT, is_one_line, paint_picture, run_script, save
 
 CPU = ["--device", "cpu", *EXACT]
@@ -46,7 +47,7 @@ def test_every_suffix_that_pillow_registers_for_our_formats_is_in_the_table():
                   if form in ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "AVIF", "MPO", "HEIF")}
     others = set(".heic .heics .heif .heifs .hif .jfif .jfi .jif .jpe .pjpeg .pjp .jpg_large .jpeg_large .jpg_orig "
                  ".png_large".split())
-    assert registered | others <= set(common.PICTURES)
+    assert registered | others <= set(stray_files.PICTURES)
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF", "HEIF"])
 def test_a_name_without_a_suffix_is_a_picture_if_its_content_is(tmp_path, form):
@@ -54,15 +55,15 @@ def test_a_name_without_a_suffix_is_a_picture_if_its_content_is(tmp_path, form):
     if form == "HEIF":
         pytest.importorskip("pillow_heif").register_heif_opener()
     path = save(paint_picture(), tmp_path / "cat", format=form)
-    assert strays.kind_of(path) == "picture" and common.find_files(tmp_path) == {("cat", "picture"): [path]}
-    assert common.image_size(path) == (64, 64)
+    assert stray_files.kind_of(path) == "picture" and stray_files.find_files(tmp_path) == {("cat", "picture"): [path]}
+    assert picture_files.image_size(path) == (64, 64)
 
 @pytest.mark.parametrize("content", [b"", b"BM", b"BMW and others", b"RIFF....WAVE", b"GIF89a",
                                      b"\0\0\0 ftypmp42", b"{}"])
 def test_a_name_without_a_suffix_is_unknown_otherwise(tmp_path, content):
     """A text that begins like a BMP, a sound, a film."""
     (tmp_path / "README").write_bytes(content)
-    assert list(common.find_files(tmp_path)) == [("README", "unknown")]
+    assert list(stray_files.find_files(tmp_path)) == [("README", "unknown")]
 
 def test_nothing_is_read_through_a_link_or_a_pipe(tmp_path):
     """A stranger's link without a suffix may lead anywhere; a pipe would hang."""
@@ -71,8 +72,8 @@ def test_nothing_is_read_through_a_link_or_a_pipe(tmp_path):
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path / "mine/secret.png")
     os.mkfifo(folder / "pipe")
-    assert {kind for _, kind in common.find_files(folder)} == {"unknown"}
-    assert "begin" not in strays.lines_beside(folder, [folder / "link", folder / "pipe"], [])[0]
+    assert {kind for _, kind in stray_files.find_files(folder)} == {"unknown"}
+    assert "begin" not in stray_files.lines_beside(folder, [folder / "link", folder / "pipe"], [])[0]
 
 # ---- --image FOLDER --------------------------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ def test_import_data_takes_any_suffix_and_counts_what_is_left_over(tmp_path, lay
     source, flags, left = layouts(tmp_path)[layout]
     result = run_script("tools/import_data.py", *([source] if source else []), tmp_path / "out", *flags)
     assert result.status == 0, result.err
-    samples, problems = common.read_dataset(tmp_path / "out")
+    samples, problems = read_dataset(tmp_path / "out")
     assert len(samples) == 1 and not problems and len(samples[0].controls) == 1
     line, = lines_about_unused(result)
     assert f": {left} files are not used: " in line and line.startswith("warning: ")
@@ -219,15 +220,15 @@ def test_pictures_within_a_parquet_file_leave_nothing_over(tmp_path):
     pq.write_table(pa.Table.from_pylist([dict(target=cells[0], control=cells[1], prompt="x")]), tmp_path / "a.parquet")
     result = run_script("tools/import_data.py", tmp_path / "a.parquet", tmp_path / "out")
     assert result.status == 0 and not lines_about_unused(result), result.err
-    assert len(common.read_dataset(tmp_path / "out")[0]) == 1
+    assert len(read_dataset(tmp_path / "out")[0]) == 1
 
 def test_the_line_names_two_files_and_pictures_first(tmp_path):
     """Whatever the number."""
     for n in range(1200):
         (tmp_path / f"{n:04}.npz").touch()
     put(tmp_path / "z.png_old")
-    line, = strays.lines_beside(tmp_path, sorted(tmp_path.iterdir()), [])
+    line, = stray_files.lines_beside(tmp_path, sorted(tmp_path.iterdir()), [])
     assert line.startswith(f"warning: {tmp_path}: 1,201 files are not used: z.png_old, 0000.npz, ...; to use")
-    line, = strays.lines_beside(tmp_path, [tmp_path / "0001.npz"], [])
+    line, = stray_files.lines_beside(tmp_path, [tmp_path / "0001.npz"], [])
     assert line.startswith(f"warning: {tmp_path}: 1 file is not used: 0001.npz; to use")
-    assert strays.lines_beside(tmp_path, [], []) == []
+    assert stray_files.lines_beside(tmp_path, [], []) == []

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import common
-from extras import run_folder, strangers
+from training import run_folder
 from tests.harness import (EXACT, HERE, NATIVE, add_item, assert_same_run, kill, log_of, refused, run_script, steps_of,
                            until)
 from tests.places.windows import NO_MODULES, NO_OS, SIGNALS, install, is_ours, windows # noqa: F401 (a fixture)
@@ -153,7 +153,7 @@ HERE_ONLY = {"gpu_check.py: signal.pthread_kill", # behind os.name
 def test_nothing_asks_for_what_windows_or_a_mac_lacks():
     """By the imitation's lists; common.signals_noted asks by name."""
     found = set()
-    for path in [*HERE.glob("*.py"), *HERE.glob("extras/*.py"), *HERE.glob("tools/*.py")]:
+    for path in [*HERE.glob("*.py"), *HERE.glob("library/**/*.py"), *HERE.glob("training/*.py"), *HERE.glob("tools/*.py")]:
         code = path.read_text(encoding="utf-8")
         if is_ours(str(path)):
             found |= {f"{path.name}: os.{name}" for name in re.findall(r"\bos\.(\w+)", code) if name in NO_OS}
@@ -191,10 +191,10 @@ def words_of(line):
 
 def test_a_printed_command_can_be_pasted_there(windows):
     """Words come back as they were, and nothing stands outside of double quotes that a shell reads as its own."""
-    line = common.command(WORDS)
+    line = common.shell_command(WORDS)
     assert words_of(line) == WORDS
     assert re.fullmatch(r'([\w.:/\\=+-]|"[^"]*")+', line.replace(" ", ""))
-    assert "\n" not in common.command(["a\nb"]) and strangers.os.name == "nt"
+    assert "\n" not in common.shell_command(["a\nb"]) and common.os.name == "nt"
 
 def test_a_picture_on_another_drive_has_a_link(monkeypatch, tmp_path):
     def relpath(path, start):
@@ -237,5 +237,5 @@ def test_readme_gives_the_two_commands_for_powershell():
 def test_the_programs_names_have_no_separator_of_one_system():
     """No path is cut at "/" as a text: names are made by as_posix, parts by pathlib. What is cut there is a name."""
     cut = re.compile(r"""str\([^()]*\)\.(?:r?split|r?partition)\(["']/|os\.sep\b|\.split\(os\.path\.sep""")
-    for path in [*HERE.glob("*.py"), *HERE.glob("extras/*.py"), *HERE.glob("tools/*.py")]:
+    for path in [*HERE.glob("*.py"), *HERE.glob("library/**/*.py"), *HERE.glob("training/*.py"), *HERE.glob("tools/*.py")]:
         assert not cut.search(path.read_text(encoding="utf-8")), path

@@ -20,9 +20,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import extras # first, so that no other folder is taken for one of our modules
+import library # first, so that no other folder is taken for one of our modules
 import common
-from extras import surroundings
+from library.cli import command_line, flag_types
+from library.models import environment
 
 # per sample, in tokens: height x width of its target and of its controls, and the length of its text
 PRESETS = dict(
@@ -35,22 +36,22 @@ PRESETS = dict(
     mixed_1024=["64x64 64x64 500", "32x32 32x32 300", "48x24 48x24 350", "24x40 24x40 300"],
     single_1024=["64x64 64x64 500"])
 
-parser = common.Parser(__doc__)
+parser = command_line.Parser(__doc__)
 flag = parser.group("what to time")
 flag("--size", "small", "full: the real shape, with 41 GB of weights", choices=["small", "full"])
 flag("--preset", None, "which samples (default: mixed mild uniform; with --size full four others)", nargs="+",
      choices=PRESETS)
 flag = parser.group("how")
-flag("--rounds", 9, "number of timed rounds; use 9 or more for a figure that you quote", type=common.positive)
+flag("--rounds", 9, "number of timed rounds; use 9 or more for a figure that you quote", type=flag_types.positive)
 flag("--device", "cpu", "cpu, cuda, cuda:1, ...")
 flag("--dtype", None, "dtype of the model (default: float32; with --size full bfloat16)",
      choices=["float32", "bfloat16"])
-flag("--threads", 1, "CPU threads; with 1 the clock is processor time, with more wall time", type=common.positive)
+flag("--threads", 1, "CPU threads; with 1 the clock is processor time, with more wall time", type=flag_types.positive)
 flag("--checkpointing", None, "recompute this many blocks in the backward pass; stock can recompute only all or none "
-     "(default: none; with --size full all)", type=common.natural, metavar="BLOCKS")
+     "(default: none; with --size full all)", type=flag_types.natural, metavar="BLOCKS")
 flag("--compile", False, "torch.compile the blocks of packed")
 args = parser.parse_args()
-surroundings.refuse_devices(args)
+environment.refuse_devices(args)
 
 # What follows takes seconds to import, so it comes behind the flags.
 import numpy as np
@@ -119,8 +120,8 @@ def make_ours():
     if args.checkpointing:
         checkpoint_blocks(ours, args.checkpointing)
     if args.compile:
-        import extras.compile # which looks for a compiler
-        extras.compile.compile_blocks(blocks_of(ours))
+        import library.models.compilation # which looks for a compiler
+        library.models.compilation.compile_blocks(blocks_of(ours))
     return ours
 
 def make_models():

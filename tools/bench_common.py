@@ -20,10 +20,10 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 
-import common
+from library.models import devices, quantization
+from training import memory_fit
 import predict
 import rope_patch
-from extras import cuda, fit, quantize
 
 HERE = Path(__file__).resolve().parents[1]
 MODELS = dict(
@@ -35,12 +35,12 @@ MODELS = dict(
 def open_device(device, dtype):
     """Sets up the device as train.py does, before it holds any tensor -> its name. Ends the script if the device cannot
     be used."""
-    common.check_device("device", device)
-    cuda.check("device", device, str(dtype).removeprefix("torch."))
+    devices.check_device("device", device)
+    devices.check_card("device", device, str(dtype).removeprefix("torch."))
     if not device.startswith("cuda"):
         return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     torch.cuda.set_device(torch.device(device).index or 0) # all clocks and counters below read this GPU
-    return cuda.prepare(device, "auto")
+    return devices.prepare_card(device, "auto")
 
 # ---- models and samples ----------------------------------------------------------------------------------------------
 
@@ -72,13 +72,13 @@ def with_lora(model, ours=True, targets=("to_q", "to_k", "to_v", "to_out.0"), dr
 
 def recompute(model, which):
     """Sets gradient checkpointing: "all" blocks, "all but attention" (where attention is one kernel), or "none"."""
-    options = fit.options_of(selective=which == "all but attention")
+    options = memory_fit.options_of(selective=which == "all but attention")
     rope_patch.checkpoint_blocks(model, 0 if which == "none" else None, **options)
 
 def multiplies(model, dtype, device):
     """Whether this model multiplies its eight-bit weights directly, without unpacking them."""
-    layer = next(module for module in model.modules() if isinstance(module, quantize.LowBitLinear))
-    return quantize.has_product(torch.empty(32, layer.in_features, dtype=dtype, device=device), layer)
+    layer = next(module for module in model.modules() if isinstance(module, quantization.LowBitLinear))
+    return quantization.has_product(torch.empty(32, layer.in_features, dtype=dtype, device=device), layer)
 
 def share(source):
     """-> a stock model that uses the same frozen tensors as `source`, so the device never holds a second copy."""

@@ -25,11 +25,14 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import extras # first, so that no other folder is taken for one of our modules
+import library # first, so that no other folder is taken for one of our modules
 import common
-from common import NOTHING, InputError, number, positive, tell
-from extras import disk
-from extras.strangers import is_utf8
+from common import InputError, NOTHING, is_utf8, tell
+from library.cli import command_line, defaults
+from library.cli.flag_types import number, positive
+from library.data import stat_cache
+from library.files import disk, stray_files, tensor_files
+from library.lora import lora_paths
 
 # torch, predict.py and the like take seconds to import; the functions import them, so that -h and typos do not wait
 LARGE = 2**26 # bytes: larger files are linked, not copied
@@ -40,13 +43,13 @@ def layers_of(path, state, meta):
     """What predict.read_lora returns of a file -> {layer: (scale, lora_A, lora_B)}; the change of its weight is scale *
     lora_B @ lora_A."""
     import predict
-    from extras import lora_files
-    layers = lora_files.matrices_of(state)
+    from library.lora import foreign_loras
+    layers = foreign_loras.matrices_of(state)
     try: # our own patterns, but of layers and ranks that a stranger may have made up
-        config = lora_files.checked(path, predict.config_of(state, meta), len(layers))
+        config = foreign_loras.checked(path, predict.config_of(state, meta), len(layers))
     except ValueError as e:
-        raise lora_files.error_of(path, common.first_words(e))
-    return {layer: (lora_files.of_config(path, config, layer, len(a)), a, b) for layer, (a, b) in layers.items()}
+        raise foreign_loras.error_of(path, common.first_words(e))
+    return {layer: (foreign_loras.of_config(path, config, layer, len(a)), a, b) for layer, (a, b) in layers.items()}
 
 def convert(path, state, meta, to, out):
     """Writes a LoRA that predict.py has read as a file for ComfyUI or diffusers."""
@@ -55,12 +58,12 @@ def convert(path, state, meta, to, out):
     train = {k: v for k, v in meta.items() if k.startswith("train.")}
     if to == "diffusers":
         meta = predict.with_prefix("transformer", predict.config_of(state, meta)) | train
-        return common.write_tensors(out, state, meta, "lora_adapter_metadata", NOTHING)
+        return tensor_files.write_tensors(out, state, meta, "lora_adapter_metadata", NOTHING)
     tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in state.items()}
     for layer, (scale, a, _) in layers_of(path, state, meta).items(): # ComfyUI divides an alpha by the rank
         tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(scale * len(a))
     # not as lora_adapter_metadata: diffusers would read rank and alpha there, and apply them a second time
-    common.write_tensors(out, tensors, train, "train", NOTHING)
+    tensor_files.write_tensors(out, tensors, train, "train", NOTHING)
 
 # ---- a model with LoRAs in it ----------------------------------------------------------------------------------------
 
@@ -70,14 +73,13 @@ def merge(loras, scales, model, dtype, out):
     folder appears under its name only when it is complete."""
     import cache
     import predict
-    from extras import defaults, unchanged
     from safetensors import SafetensorError
     disk.try_renames(out, f"--out {out}")
     folder = cache.find_model(model, [*cache.ENCODERS, "transformer"])
     copied = [file for part in cache.ENCODERS for file in (folder / part).rglob("*") if file.is_file()]
     copied.append(folder / "model_index.json")
     for file in copied:
-        common.refuse_outside(file, folder)
+        stray_files.refuse_outside(file, folder)
     read = [*copied, *(folder / "transformer").iterdir()]
     before = list(map(identity, read))
     sections = defaults.read_sections(folder)
@@ -95,14 +97,14 @@ def merge(loras, scales, model, dtype, out):
         for file in (tmp / "transformer").iterdir(): # safetensors lets only the owner read them
             file.chmod(0o666 & ~umask)
         # half of the one and half of the other would look like a model
-        unchanged.refuse_replaced(read, before, identity)
+        stat_cache.refuse_changed_files(read, before, identity)
         common.refuse_to_replace(out) # it may have come since the start
         disk.rename_folder(tmp, out)
     except OSError as e:
-        raise disk.refusal(f"--out {out}", e)
+        raise common.disk_error(f"--out {out}", e)
     except SafetensorError as e: # its text ends with "(os error 28)"
         number = re.search(r"os error (\d+)|$", str(e))[1]
-        raise disk.refusal(f"--out {out}", OSError(int(number or 0), common.first_words(e)))
+        raise common.disk_error(f"--out {out}", OSError(int(number or 0), common.first_words(e)))
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return line
@@ -129,7 +131,7 @@ def add_loras(transformer, folder, loras, scales, dtype):
     """Adds the LoRAs, each at its scale, to the weights of a transformer, whose files are in this folder: in fp32,
     layer by layer, so that each weight is rounded once to `dtype` -> a line that says what rounding costs."""
     import predict
-    from extras import finite, lora_files
+    from library.lora import foreign_loras
     stored, parts = stored_weights(folder), {} # {layer: [(factor, lora_A, lora_B)] of all LoRAs}
     for (path, state, meta), strength in zip(loras, scales):
         predict.check_fit(transformer, state, path)
@@ -147,12 +149,12 @@ def add_loras(transformer, folder, loras, scales, dtype):
         if change.any():
             off[layer] = norm(p.data.float() - weight - change) ** 2, norm(change) ** 2
     remedy = "lower --scale" if dtype != "float16" else "give --dtype bfloat16 or float32"
-    finite.refuse(f"--dtype {dtype}", dict(transformer.named_parameters()),
+    tensor_files.refuse_not_finite(f"--dtype {dtype}", dict(transformer.named_parameters()),
                   f"{remedy}, or take another copy of --model")
     if not off:
         return "the merged model is the base: the LoRAs change nothing"
-    share, words = lora_files.how_far(off)
-    size = lora_files.share(sum(size for _, size in off.values()), weights)
+    share, words = foreign_loras.how_far(off)
+    size = foreign_loras.share(sum(size for _, size in off.values()), weights)
     line = f"the change by the LoRAs, {size:.2%} of the weights, is {words}, as {dtype} rounds it"
     if max(factors) > 1:
         stronger = sum(factor > 1 for factor in factors)
@@ -190,12 +192,12 @@ def rounded(weight, change, dtype):
 def compare_bases(loras, model, folder):
     """A line for each LoRA that was trained on another model than this one, which is in this folder."""
     import cache
-    from extras import bases
+    from library.lora import base_model
     weights = None
-    if any("model_hash" in bases.notes_of(path) for path, *_ in loras): # else 41 GB need not be read
+    if any("model_hash" in base_model.notes_of(path) for path, *_ in loras): # else 41 GB need not be read
         with tempfile.TemporaryDirectory() as tmp:
             weights = cache.hash_part(folder / "transformer", tmp)
-    bases.compare([path for path, *_ in loras], bases.base_of(model, None, folder, folder, weights))
+    base_model.warn_other_base([path for path, *_ in loras], base_model.base_of(model, None, folder, folder, weights))
 
 def copy_file(source, target):
     """Hard-links a large file, where the disk allows it. Copies other files, so that a user can edit the copies."""
@@ -206,7 +208,7 @@ def copy_file(source, target):
     shutil.copyfile(source, target)
 
 def main():
-    parser = common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("lora", nargs="+", type=Path, help="the LoRA; several only with --to model")
     flag = parser.group("flags")
     flag("--to", None, "what to convert it to", choices=["comfyui", "diffusers", "model"], required=True)
@@ -231,16 +233,16 @@ def main():
     if args.to == "model" and not is_utf8(args.out):
         raise InputError(f"--out {args.out}: a name that is no UTF-8, which safetensors cannot write; give another one")
 
-    sources = list(map(common.find_lora, args.lora))
+    sources = list(map(lora_paths.find_lora, args.lora))
     import predict
-    from extras import lora_files
+    from library.lora import foreign_loras
     loras, factored = [], False # no file is read a second time
     for source in sources:
         if args.rank or args.unchecked: # otherwise predict.py makes its LoRA of a LoKr or LoHa
-            data, header = lora_files.read_file(source)
-            factored |= lora_files.has_factors(header)
-            state, meta = lora_files.read(source, data, header, args.rank or 64) # which does not look at a digest
-            lora_files.check_notes(source, state, meta)
+            data, header = foreign_loras.read_file(source)
+            factored |= foreign_loras.has_factors(header)
+            state, meta = foreign_loras.read(source, data, header, args.rank or 64) # which does not look at a digest
+            foreign_loras.check_notes(source, state, meta)
         else:
             state, meta = predict.read_lora(source)
         loras.append((source, state, meta))
@@ -258,7 +260,7 @@ def main():
         sizes = [f"--{k} {v}" for k, v in trained[0].items() if k != "upscale"]
         sizes += ["--no-upscale"] * (not trained[0]["upscale"])
         words = ["python", "predict.py", "--model", args.out, *" ".join(sizes).split()]
-        lines.append(f"to edit at the sizes of the training: {common.command(words)}")
+        lines.append(f"to edit at the sizes of the training: {common.shell_command(words)}")
     tell(*lines)
 
 if __name__ == "__main__":

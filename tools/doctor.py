@@ -47,15 +47,21 @@ import numpy as np
 from PIL import Image, ImageChops
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
-import extras # first, so that no other folder is taken for one of our modules
+import library # first, so that no other folder is taken for one of our modules
 import common
-from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask, tell
-from extras import disk
-from extras.flight import room_for
-from extras.hints import MODELS, how_many
-from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
-                         remaining_motion, same_shape)
-from extras.sheet import contact_sheet, shown_prompt, thumbnail
+from common import InputError, tell
+from library.cli import command_line
+from library.cli.flag_types import pixels
+from library.data import dataset, picture_files
+from library.data.automatic_mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion,
+                                         inverse, remaining_motion, same_shape)
+from library.data.mask_files import mask_is_empty, read_mask
+from library.data.picture_files import fit_size, read_image, reserve_pixels
+from library.data.sample_checks import how_many
+from library.files import disk
+from library.models.hub import MODELS
+from library.results import result_names
+from library.results.contact_sheets import contact_sheet, shown_prompt, thumbnail
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import places_of, write_sample
 from tools.page_common import (OURS, PAGE, area_words, card, chapters, detail, fold, link, node, save_page, section,
@@ -64,11 +70,11 @@ from tools.page_common import (OURS, PAGE, area_words, card, chapters, detail, f
 # identical: limits in levels of 0 to 255. JPEG of quality 70 reaches 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
 SAME_BLOCK = 9.0 # largest mean difference of a block of 8x8 pixels, so that a small edit counts
-SCALE = 2.0 # other shape: ratio of the two sides (extras/mask.py's ASPECT: ratio of the two aspects)
+SCALE = 2.0 # other shape: ratio of the two sides (library/data/automatic_mask.py's ASPECT: ratio of the two aspects)
 ENLARGED = 1.1 # ratio of the side in training to the side in the file
 SQUARES = [side * side for side in range(1024, 128, -64)] # areas that area_without tries
 # --align: what counts as repaired
-TURNED = 4.0 # most degrees: tests/test_mask.py plants up to 3
+TURNED = 4.0 # most degrees: tests/test_automatic_mask.py plants up to 3
 REMAINS = 0.5 # most pixels that a corner may still seem to move, in copies of up to 1024: right fits stay below 0.4
 # duplicates and contradictions, found on copies of 16x16 pixels
 TWIN = 4.0 # RMS in levels below which two pictures are the same: re-encoded copies stay below 3
@@ -176,7 +182,7 @@ def enlargement(uses):
 def examine_pictures(paths):
     """A target and its control, or a target alone -> (examine_pair's findings, for each picture 16x16 pixels of it for
     find_twins, its small_copy for odd_pairs, its looks_of). At full size they are held here only."""
-    with room_for(paths):
+    with reserve_pixels(paths):
         pictures = list(map(read_image, paths))
         findings = examine_pair(*pictures) if len(pictures) == 2 else {}
         small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in pictures]
@@ -186,12 +192,12 @@ def examine_sample(sample, pipe, args):
     """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, thumbnails of target
     and control for find_twins, their small_copy for odd_pairs, their looks_of). InputError if something is wrong."""
     import cache
-    sample.sizes = [common.image_size(path) for path in common.pictures_of(sample)]
+    sample.sizes = [picture_files.image_size(path) for path in dataset.pictures_of(sample)]
     targets, controls = cache.plan_sizes(pipe, sample, vars(args))
     (w, h), *control_sizes = sample.sizes
     findings, small, copies, looks = examine_pictures([sample.target, *sample.controls[:1]])
     for path in sample.controls[1:]:
-        with room_for([path]):
+        with reserve_pixels([path]):
             read_image(path) # it must be whole
     row = dict(name=sample.name, prompts=sample.prompts, sizes=sample.sizes, aspect=w / h, controls=len(controls),
                rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
@@ -199,8 +205,8 @@ def examine_sample(sample, pipe, args):
     uses = [("", (w, h), to) for to in targets] + [("control ", *use) for use in zip(control_sizes, controls)]
     findings |= enlargement(uses)
     if sample.mask:
-        common.check_shape(sample.mask, common.image_size(sample.mask), (w, h))
-        with room_for([sample.mask]):
+        dataset.check_shape(sample.mask, picture_files.image_size(sample.mask), (w, h))
+        with reserve_pixels([sample.mask]):
             mask = read_mask(sample.mask)
         if mask_is_empty(mask):
             findings["empty mask"] = "selects everything" if mask.getextrema()[1] >= 128 else "selects nothing"
@@ -231,7 +237,7 @@ def examine(samples, pipe, args):
     work = functools.partial(examine_sample, pipe=pipe, args=args)
     examined = common.run_ahead(work, samples, threads, 2 * threads)
     for sample, future in zip(common.progress("examining pairs", samples, unit=" samples"), examined):
-        with common.noted(problems):
+        with common.collect_errors(problems):
             row, of_sample, *looks = future.result()
             if pipe: # outside of the threads, as a tokenizer serves one thread at a time
                 row["text_tokens"] = [cache.prompt_length(pipe, text, sample.prompt_sizes) for text in sample.prompts]
@@ -384,7 +390,7 @@ def shared_box(motion, size, control_size):
 def repair(sample, folder):
     """-> the sample with aligned pictures, PNGs in `folder`; or a text that says why it cannot be repaired."""
     from predict import save_png
-    others = [(read_mask if common.ROLES[role].is_mask else read_image)(path) for role, path in sample.others.items()]
+    others = [(read_mask if dataset.ROLES[role].is_mask else read_image)(path) for role, path in sample.others.items()]
     aligned = align_pair(read_image(sample.target), read_image(sample.controls[0]), *others)
     if isinstance(aligned, str):
         return aligned
@@ -419,7 +425,7 @@ def write_aligned(out, samples, moved, sheets):
             page_section = write_sheets(sheets, "aligned", entries, difference_cells, titles)
             disk.rename_folder(folder, out)
     except OSError as e:
-        raise disk.refusal(f"--align {out}", e)
+        raise common.disk_error(f"--align {out}", e)
     tell(f"{out}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
          f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
     return page_section
@@ -427,7 +433,7 @@ def write_aligned(out, samples, moved, sheets):
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def read_flags():
-    parser = common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("data", nargs="+", help="dataset folders or metadata.jsonl files")
     flag = parser.group("flags")
     flag("--out", None, "folder of the report (default: out/doctor-<data>)", type=Path)
@@ -454,7 +460,7 @@ def read_samples(roots):
     """-> (samples, problems). With several datasets, the name of a sample begins with the name of its dataset."""
     samples, problems = [], []
     for root in roots:
-        new, faults = common.read_dataset(root)
+        new, faults = dataset.read_dataset(root)
         for sample in new if len(roots) > 1 else []:
             sample.name = f"{sample.root}/{sample.name}"
         samples, problems = samples + new, problems + faults
@@ -499,7 +505,7 @@ def not_to_enlarge(rows):
 def next_training(args, enlarged):
     """-> the command of the training that comes next, at the sizes that were judged. enlarged: whether some pictures
     are, with these flags."""
-    held_out = [root for root in args.data if common.root_name(root).endswith("_val")]
+    held_out = [root for root in args.data if dataset.root_name(root).endswith("_val")]
     trained = [args.align] if args.align else [root for root in args.data if root not in held_out]
     words = ["python", "train.py", "--model", args.model or MODELS[-1], "--data", *(trained or args.data)]
     if held_out and trained:
@@ -511,7 +517,7 @@ def next_training(args, enlarged):
             words += [name, *map(area_words, areas)]
     if enlarged or not args.upscale: # small pictures beside large ones are what a batch here can have
         words.append("--no-upscale")
-    return common.command(words)
+    return common.shell_command(words)
 
 def print_findings(title, numbers, findings, verdict, judged, advice):
     tell(title)
@@ -551,7 +557,7 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
     if probably_meant is not None:
         heading, *rest = probably_meant
         parts.append(section(heading.text, fold("show", *rest), id=probably_meant.get("id")))
-    head = node("header", node("h1", f"Before training: {', '.join(map(common.root_name, args.data))}"),
+    head = node("header", node("h1", f"Before training: {', '.join(map(dataset.root_name, args.data))}"),
                 node("p", node("b", verdict)), node("p", f"{title}. {judged_at(args)}"), node("p", step),
                 chapters(parts))
     errors = section("Errors", *[node("p", problem) for problem in problems])
@@ -564,8 +570,7 @@ def main():
     args = read_flags()
     samples, problems = read_samples(args.data) # before the imports, as a wrong name is answered at once
     import cache
-    from extras import names
-    out = args.out or Path("out", common.run_name("doctor", args.data))
+    out = args.out or Path("out", dataset.run_name("doctor", args.data))
     parts = ["tokenizer", "processor", "scheduler"]
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
     if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
@@ -574,7 +579,7 @@ def main():
     if args.align:
         disk.try_renames(args.align, f"--align {args.align}")
     earlier = {out / "index.html": PAGE, out / "report.json": REPORT}
-    earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), names.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
+    earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), result_names.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
     for path, mark in earlier.items():
         common.refuse_to_replace(path, mark)
     for path in earlier: # of an earlier report, in case this call ends early

@@ -7,7 +7,7 @@ $ python tools/gpu_check.py --device cpu                 # a small model: shows 
     claims   runs test_consistency.py on the device, in fp32 and in bf16
     numbers  compares packed, padded, low-bit and compiled steps to fp32, recomputed and offloaded ones to plain ones,
              and train.py --fsdp on two GPUs to one
-    fit      what extras/fit.py expects of the largest pass, and how much memory real steps take
+    fit      what training/memory_fit.py expects of the largest pass, and how much memory real steps take
     speed    a step in several ways: its time, tokens/s, share of the matmul rate and memory, beside what --plan expects
     nccl     times an all-reduce on two GPUs
 
@@ -36,9 +36,11 @@ BEGUN = time.monotonic() # here, so that the imports below count too
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # without this, cuBLAS's sums may differ between calls
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import extras # first, so that no other folder is taken for one of our modules
+import library # first, so that no other folder is taken for one of our modules
 import common
-from extras import disk, surroundings
+from library.cli import command_line, flag_types
+from library.files import disk
+from library.models import environment
 
 # per sample, in tokens: height x width of its target and of its controls, and the length of its text
 PACKS = dict(
@@ -53,15 +55,15 @@ WAYS = {"packed": {}, "padded": dict(mode="padded"), "compiled": dict(compiled=T
         "fp8 compiled": FP8 | dict(compiled=True), "FA2": dict(flash=2)}
 STAGES = ["claims", "numbers", "fit", "speed", "nccl"]
 
-parser = common.Parser(__doc__)
+parser = command_line.Parser(__doc__)
 flag = parser.group("flags")
 flag("--stages", STAGES, "which to run; they keep this order", nargs="+", choices=STAGES)
 flag("--minutes", 10.0, "stop after this time, with the results so far; the stage claims gets two fifths of it",
-     type=common.number(float, 0, 1e5))
+     type=flag_types.number(float, 0, 1e5))
 flag("--device", "cuda", "cuda, cuda:1, ...; cpu: shows only that this script runs")
 flag("--out", Path("gpu_check.json"), "the JSON file with all results", type=Path)
 args = parser.parse_args()
-surroundings.refuse_devices(args)
+environment.refuse_devices(args)
 OURS = rb'\A\{\n "about": \{\n  "command": "python ' # how the file of --out begins
 common.refuse_to_replace(args.out, OURS)
 disk.try_out(args.out.absolute().parent)
@@ -74,8 +76,8 @@ import transformers
 from accelerate import init_empty_weights
 
 import predict
-from extras import fit, plan
-from extras.compile import compile_blocks
+from library.models.compilation import compile_blocks
+from training import memory_fit, plan
 from rope_patch import blocks_of, checkpoint_blocks, patch_qwen_model_for_multi_resolution
 from tools import gpu_numbers
 from tools.bench_common import (MODELS, end, flops, loss_of, make_model, make_samples, matmul_rate, open_device,
@@ -130,7 +132,7 @@ def largest_pass():
     model, samples, said = build(), make_samples(config, packs[0], dtype, args.device), []
     tokens = sum(samples[0].lens)
     flags = SimpleNamespace(device=args.device, batch_size=1, max_tokens=tokens, compile=False, fsdp=False, ema=0)
-    fit.keep_what_fits(model, {tokens}, 0, Item, losses, partial(checkpoint_blocks, model), flags, said.append)
+    memory_fit.keep_what_fits(model, {tokens}, 0, Item, losses, partial(checkpoint_blocks, model), flags, said.append)
     optimizer = torch.optim.AdamW(model.lora.values())
 
     def step():
@@ -150,7 +152,7 @@ def without_weights(blocks):
 @cache
 def planned(place, mode, recomputed, quantize, offload):
     """-> GiB that --plan expects for a pack. All blocks but the last are alike, so it counts two and three."""
-    options = fit.options_of(selective=recomputed == "all but attention")
+    options = memory_fit.options_of(selective=recomputed == "all but attention")
     two, three = [plan.step_bytes(without_weights(n), Item, partial(losses, mode=mode), map(read_sample, packs[place]),
                                   0 if recomputed == "none" else n, quantize, **options) for n in (2, 3)]
     whole = without_weights(config["num_layers"])
@@ -208,7 +210,7 @@ def end_in_time(ended):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
         wait = 5
 
-about = dict(command=common.command(["python", *sys.argv]), device=device_name, cuda=torch.version.cuda,
+about = dict(command=common.shell_command(["python", *sys.argv]), device=device_name, cuda=torch.version.cuda,
              **{m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})
 print(*[f"{key}: {value}" for key, value in about.items()], sep="\n")
 setup = SimpleNamespace(config=config | dict(num_layers=gpu_numbers.BLOCKS), pack=packs[-1], dtype=dtype,
@@ -223,7 +225,7 @@ if not on_card:
     del jobs["fit"]["largest"]
 if not on_card or torch.cuda.device_count() < 2:
     del jobs["nccl"]["nccl"], jobs["numbers"]["sharded"]
-if not torch.nn.attention.current_flash_attention_impl(): # extras/cuda.py has chosen it
+if not torch.nn.attention.current_flash_attention_impl(): # library/models/devices.py has chosen it
     del jobs["speed"]["FA2"]
 if "nf4" not in gpu_numbers.KINDS:
     del jobs["speed"]["nf4"]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import predict
 import rope_patch
-from extras.compile import compile_blocks
+from library.models.compilation import compile_blocks
 from tools.bench_common import (heat, loss_of, make_model, make_samples, multiplies, output_of, recompute, run_on,
                                 seconds, with_lora)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
-import extras # first, so that no other folder is taken for one of our modules
+import library # first, so that no other folder is taken for one of our modules
 import common
-from common import InputError, Sample
-from extras import indexes
-from extras.strangers import open_tensors
+from common import InputError, open_tensors
+from library.data import index_file
+from library.data.dataset import Sample
+from library.files import stray_files, tensor_files
 from rope_patch import get_image_shapes_multi_resolution
 
 def as_safetensors(path):
@@ -20,7 +21,7 @@ def as_safetensors(path):
     code = ("import sys, torch, safetensors.torch as s; "
             "d = {k: torch.as_tensor(v).clone().contiguous() for k, v in torch.load(sys.argv[1], weights_only=True)"
             ".items()}; open(sys.argv[2], 'wb').write(s.save(d))") # (save_file takes no name that is not UTF-8)
-    return common.command(["python", "-c", code, path, path.with_suffix(".safetensors")])
+    return common.shell_command(["python", "-c", code, path, path.with_suffix(".safetensors")])
 
 def read_old(path):
     """Reads a dictionary of version 1.0, which may have padding and a batch dimension of 1 -> tensors, as cache.py
@@ -77,17 +78,17 @@ def convert_cache(paths, source, folder):
     file's name serves as the prompt. Nor do they tell the areas: predict.py will generate at the stock area."""
     samples, problems = [], []
     for path in common.progress("converting", paths, unit=" files"):
-        with common.noted(problems):
+        with common.collect_errors(problems):
             if path != source: # which the user has named
-                common.refuse_outside(path, source)
+                stray_files.refuse_outside(path, source)
             tensors, name, files = read_old(path), path.stem, {}
             shapes = tensors["img_shapes"].tolist()
             sizes = [(16 * w, 16 * h) for _, h, w in shapes]
             for kind, first, *others in [part for part in PARTS if part[1] in tensors]:
                 key = common.content_key(old=common.file_hash(path), part=first)
                 files[first] = folder / kind / f"{key}.safetensors"
-                common.write_tensors(files[first], {k: tensors[k] for k in [first, *others] if k in tensors},
-                                    dict(version=common.VERSION, key=key, sizes=sizes, sources=[str(path)]))
+                tensor_files.write_tensors(files[first], {k: tensors[k] for k in [first, *others] if k in tensors},
+                                    dict(version=tensor_files.VERSION, key=key, sizes=sizes, sources=[str(path)]))
             texts = {(prompt, True): dict(tokens=len(tensors[part]), file=files[part])
                      for prompt, part in ((name, "prompt_embed"), ("", "empty_prompt_embed")) if part in files}
             encodings = [dict(img_shapes=shapes, file=files["pixel_latent"])]
@@ -95,5 +96,5 @@ def convert_cache(paths, source, folder):
                                   texts=texts))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
     index = folder / f"{paths[0].resolve().parent.name}.json"
-    indexes.write_index(index, samples, geometry, fingerprints={})
+    index_file.write_index(index, samples, geometry, fingerprints={})
     return samples, problems

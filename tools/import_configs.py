@@ -14,8 +14,9 @@ import yaml # comes with huggingface_hub
 
 import common
 from common import InputError, tell
-from extras import strays
-from extras.manifest import as_list
+from library.cli import flag_types
+from library.data.dataset import as_list
+from library.files import stray_files
 from tools import settings
 
 CONFIGS = ".toml .yaml .yml .sh .env".split()
@@ -67,7 +68,7 @@ def size_of(node, sizes):
 def parse(path):
     """-> (the program whose configuration this is, as tools/settings.py calls it; what its file says). Any exception if
     it cannot be read."""
-    text = common.read_text(path)
+    text = stray_files.read_text(path)
     if path.suffix in (".sh", ".env"):
         found = settings.read_shell(text)
         if path.suffix == ".env":
@@ -113,7 +114,7 @@ def read_config(path):
     no_data = "" if parts else f"{path}: no datasets of pictures in it ({why}); {ASK}"
     for place in [place for part in parts for place in (part.get("target"), *part.get("tables", [])) if place]:
         if not os.path.exists(place):
-            no_data = f"{place}: does not exist; {strays.near_path(place)}, or {ASK}"
+            no_data = f"{place}: does not exist; {stray_files.near_path(place)}, or {ASK}"
     if no_data and not (found and settings.is_training(settings.translate(found)[0])):
         raise InputError(no_data)
     found.no_data = no_data
@@ -130,7 +131,7 @@ def read_config(path):
 def own_file(config, name):
     """-> the file that a configuration names, which must lie below its folder: perhaps it is a key, of which errors
     would tell. ValueError if it lies elsewhere, or is not there."""
-    file = locate(config, common.only_text(name))
+    file = locate(config, flag_types.only_text(name))
     if not file.is_file():
         raise ValueError(f"{file} does not exist")
     if not common.is_inside(file, config.parent):
@@ -143,7 +144,7 @@ def locate(config, name):
     configuration, or at one of the two folders above it, as the trainer is started there: where something exists."""
     folder = config.resolve().parent
     places = [Path(name), config.parent / name, *[above / name for above in folder.parents[:2]]]
-    return next((path for path in map(strays.on_disk, places) if path.exists()), config.parent / name)
+    return next((path for path in map(stray_files.on_disk, places) if path.exists()), config.parent / name)
 
 def caption_suffix(extension):
     """txt or .txt -> .txt. ValueError if no file name can end in it."""
@@ -221,7 +222,7 @@ def aitoolkit_part(config, their_dataset):
     alpha, mask = bool(their_dataset.get("alpha_mask")), their_dataset.get("mask_path")
     if alpha and mask:
         tell(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
-    default = common.only_text(their_dataset.get("default_caption") or "")
+    default = flag_types.only_text(their_dataset.get("default_caption") or "")
     if alpha:
         tell(f"{config}: alpha_mask: what is opaque in a target becomes its mask, and what is transparent becomes "
              "white; to leave that out of the loss use train.py --mask_background_weight 0")
@@ -254,7 +255,7 @@ def is_config(source):
     """Whether a file is a configuration, and no table."""
     if source.suffix != ".json":
         return source.suffix in CONFIGS
-    text = common.read_text(source, common.LONG_TEXT)
+    text = stray_files.read_text(source, common.LONG_TEXT)
     return text.lstrip().startswith("{") or bool(re.search(
         '"(instance_data_(dir|root)|dataset_type|balancing)"\\s*:', text))
 
@@ -308,11 +309,11 @@ def simpletuner_part(config, pair):
     if strategy == "instanceprompt" or row.get("only_instance_prompt"):
         if not words:
             raise KeyError("instance_prompt")
-        return part | dict(suffix=None, prompt=list(map(common.only_text, as_list(words))))
+        return part | dict(suffix=None, prompt=list(map(flag_types.only_text, as_list(words))))
     if strategy == "filename":
         part.update(suffix=None, prompt=None)
     if row.get("prepend_instance_prompt"):
-        part["trigger"] = common.only_text(row["instance_prompt"])
+        part["trigger"] = flag_types.only_text(row["instance_prompt"])
     return part | dict(wordings=not row.get("disable_multiline_split"))
 
 

@@ -49,12 +49,14 @@ from PIL import ImageOps
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
-import extras # first, so that no other folder is taken for one of our modules
+import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, error_line, tell
-from extras import disk, strays
-from extras.flight import room_for
-from extras.manifest import as_list, refuse_many
+from library.cli import command_line, flag_types
+from library.data import dataset, mask_files, picture_files
+from library.data.dataset import as_list, refuse_many
+from library.data.picture_files import reserve_pixels
+from library.files import disk, stray_files
 from tools.import_configs import ASK, CONFIGS, fill, is_config, read_config
 from tools.settings import next_commands
 
@@ -97,7 +99,7 @@ def find_folders(source):
     for folder in filter(Path.is_dir, sorted(source.glob("*"))):
         role = role_of(folder.name.lower().replace("-", "_"), FOLDERS)
         if role:
-            common.refuse_outside(folder, source)
+            stray_files.refuse_outside(folder, source)
         if role and folders.setdefault(role, folder) != folder:
             raise InputError(f"{folder}: means the same as {folders[role].name}/; keep one of them, or {ASK}")
     return folders
@@ -107,7 +109,7 @@ def list_files(folders):
     files = {}
     for role, folder in folders.items():
         inner = [other for other in folders.values() if other != folder and other.is_relative_to(folder)]
-        for (stem, kind), paths in common.find_files(folder).items():
+        for (stem, kind), paths in stray_files.find_files(folder).items():
             if not any(paths[0].is_relative_to(other) for other in inner):
                 files[role, stem, kind] = paths
     return files
@@ -168,13 +170,13 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
         folders["mask"] = mask
     for folder in folders.values():
         if not folder.is_dir():
-            raise InputError(f"{folder}: no folder has this name; {strays.near_path(folder)}, or {ASK}")
+            raise InputError(f"{folder}: no folder has this name; {stray_files.near_path(folder)}, or {ASK}")
     prompts = as_list(prompt or [])
     if trigger and len(trigger) > MOST_TRIGGER:
         raise InputError(f"{target}: a trigger word of {len(trigger):,} letters; shorten it")
     if not trigger:
         for prompt in prompts:
-            common.check_text("--prompt", prompt)
+            flag_types.check_text("--prompt", prompt)
     if target in controls:
         raise InputError(f"{target}: given as both targets and controls; give the folder of the controls")
     if alone and controls:
@@ -193,8 +195,8 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
         if key[2] in ("unknown", "junk"):
             (unknown if key[2] == "unknown" else junk).extend(paths)
             continue
-        if key[2] in strays.ERRORS:
-            problems += map(strays.why_not, paths)
+        if key[2] in stray_files.ERRORS:
+            problems += map(stray_files.why_not, paths)
             continue
         owners = meanings(*key, targets)
         for name, what in owners:
@@ -207,33 +209,33 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
                          f"({why_none_agrees(files, folders)}); rename one side, or name other folders: OUT --target "
                          "DIR --control DIR, or add --alone if there are no controls")
     for name, own in targets.items():
-        with common.noted(problems):
+        with common.collect_errors(problems):
             refuse_links(sum(own.values(), []), allowed)
             check_files(name, own, targets, controls, alone)
             own_controls = [own[what][0] for what in sorted(what for what in own if what[0] == "control")]
             path, captions = read_captions(own, own_controls, suffix, prompts, trigger, wordings, allowed)
             read.add(path) # it may have a suffix of its own
-            samples.append(common.make_sample(path, target, name, own["target"][0], own_controls, captions,
+            samples.append(dataset.make_sample(path, target, name, own["target"][0], own_controls, captions,
                                               {"mask": path for path in own.get("mask", [])}))
     if source: # found by its names; pictures elsewhere in it belong to nothing
         with contextlib.suppress(InputError): # a folder of other things may be unreadable
-            for (_, kind), paths in common.find_files(source).items():
+            for (_, kind), paths in stray_files.find_files(source).items():
                 beside = [path for path in paths if not any(map(path.is_relative_to, folders.values()))]
                 if kind == "junk":
                     junk += beside
                 else:
-                    unknown += filter(strays.is_named_picture, beside)
+                    unknown += filter(stray_files.is_named_picture, beside)
     unknown = [path for path in unknown if path not in read]
     for place in [source] if source else dict.fromkeys(folders.values()):
         own = [[path for path in paths if path.is_relative_to(place)] for paths in (unknown, junk)]
-        tell(*strays.lines_beside(place, *own))
+        tell(*stray_files.lines_beside(place, *own))
     return samples, problems
 
 def refuse_links(paths, folders):
     """InputError for a link that leads out of all of these folders."""
     for path in paths:
         if path.is_symlink() and not any(common.is_inside(path, folder) for folder in folders):
-            common.refuse_outside(path, folders[0])
+            stray_files.refuse_outside(path, folders[0])
 
 def check_files(name, files, targets, controls, alone):
     """InputError unless a target has one file of each kind, and controls without gaps in each folder. files: its {what:
@@ -263,13 +265,13 @@ def read_captions(files, controls, suffix, prompts, trigger, wordings, allowed):
     target = files["target"][0]
     captions = files.get("caption", []) + files.get("spare caption", [])
     if suffix != ".txt":
-        beside = [strays.on_disk(path.with_suffix(suffix)) for path in (target, *controls)] if suffix else []
+        beside = [stray_files.on_disk(path.with_suffix(suffix)) for path in (target, *controls)] if suffix else []
         captions = list(filter(os.path.exists, beside)) # (Path.exists raises for a long name)
     if captions and suffix == ".json":
         raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if captions:
         refuse_links(captions[:1], allowed)
-        file, text = captions[0], common.read_text(captions[0]).strip()
+        file, text = captions[0], stray_files.read_text(captions[0]).strip()
         lines = [line for line in re.split("[\r\n]+", text) if line.strip()]
         prompts = lines if wordings else [text]
     elif prompts:
@@ -296,7 +298,7 @@ def read_rows(table):
     if table.suffix not in TABLES:
         raise InputError(f"{table}: not a table; give {', '.join(TABLES)}, .parquet or a trainer's "
                          + ", ".join(CONFIGS))
-    text = common.read_text(table, common.LONG_TEXT)
+    text = stray_files.read_text(table, common.LONG_TEXT)
     if table.suffix == ".jsonl":
         return [(f"{table}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if table.suffix == ".json":
@@ -418,7 +420,7 @@ def read_row(number, where, row, place, columns, alone):
         raise InputError(f"{where}: a control or mask, which --alone excludes; leave --alone out")
     name = f"{number:06}-{target[0].stem}"
     others = {"mask": path for path in mask}
-    return common.make_sample(where, "rows", name, target[0], control, cells["prompt"], others), unread
+    return dataset.make_sample(where, "rows", name, target[0], control, cells["prompt"], others), unread
 
 def find_file(table, anywhere, folder, where, cell):
     """A cell of a table -> the picture's file. A path is relative to the table's folder, where the file must lie; with
@@ -435,18 +437,18 @@ def find_file(table, anywhere, folder, where, cell):
     base = table.parent
     if not isinstance(cell, str) or not cell:
         raise InputError(f"{where}: {cell!r:.100} is not a picture or path; name another column: --columns")
-    file = strays.on_disk(os.path.normpath(base / cell)) # link/../a.png need not be a.png: normalise it first
-    if anywhere and not os.path.isfile(file) and os.path.isfile(elsewhere := strays.on_disk(cell)):
+    file = stray_files.on_disk(os.path.normpath(base / cell)) # link/../a.png need not be a.png: normalise it first
+    if anywhere and not os.path.isfile(file) and os.path.isfile(elsewhere := stray_files.on_disk(cell)):
         file = elsewhere
     if os.path.isfile(file):
         if common.is_inside(file, base):
             return file
         if anywhere:
-            common.open_image(file).close() # a list may come from a stranger: a key that it names is not copied
+            picture_files.open_image(file).close() # a list may come from a stranger: a key that it names is not copied
             return file
         raise InputError(f"{where}: {cell!r:.200} lies outside of {base}; if you trust the table, give {table} itself "
                          "as SOURCE")
-    if file.is_relative_to(base) and (why := strays.why_gone(file)):
+    if file.is_relative_to(base) and (why := stray_files.why_gone(file)):
         raise InputError(f"{where}: {cell!r:.200}: {why}")
     raise InputError(f"{where}: {cell!r:.200} is not a file in {base}; correct the path, or move the table")
 
@@ -478,7 +480,7 @@ def read_tables(tables, anywhere, folder, columns, alone):
 
 def tell_beside(samples, folder):
     """Prints how many files lie in the folders of a table's pictures, and are named in no row. folder: find_file's."""
-    named = [path for sample in samples for path in [*common.pictures_of(sample), *sample.others.values()]]
+    named = [path for sample in samples for path in [*dataset.pictures_of(sample), *sample.others.values()]]
     used = set(map(os.path.realpath, named))
     # the place of a link is its own, as it may lead to the hub's blobs
     places = {os.path.realpath(Path(path).parent): Path(path).parent for path in named}
@@ -486,13 +488,13 @@ def tell_beside(samples, folder):
     for _, place in sorted(places.items()):
         unused, junk = [], []
         for path in sorted(place.iterdir()):
-            kind = strays.kind_of(path)
+            kind = stray_files.kind_of(path)
             if kind == "junk":
                 junk.append(path)
             elif path.is_file() and kind in ("picture", "other", "unknown") and os.path.realpath(path) not in used:
                 unused.append(path)
         unused = [path for path in unused if path.suffix not in ABOUT]
-        tell(*strays.lines_beside(place, unused, junk, "no row names them"))
+        tell(*stray_files.lines_beside(place, unused, junk, "no row names them"))
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
@@ -500,14 +502,14 @@ def fit_mask(sample, file, invert, alpha):
     """The file of a sample's mask in our form, gray with a white region: its own, or else `file`, which this writes.
     None if the mask selects nothing or everything. InputError if it cannot be told what it selects."""
     if alpha:
-        mask = common.decode(sample.target, None).convert("RGBA").getchannel("A")
+        mask = picture_files.decode(sample.target, None).convert("RGBA").getchannel("A")
     else:
-        mask = common.read_mask(sample.mask)
+        mask = mask_files.read_mask(sample.mask)
     mask = ImageOps.invert(mask) if invert else mask
-    if common.mask_is_empty(mask):
+    if mask_files.mask_is_empty(mask):
         return None
     if not alpha:
-        with common.open_image(sample.mask) as image:
+        with picture_files.open_image(sample.mask) as image:
             is_plain = image.mode in ("1", "L") and not image.has_transparency_data
             if is_plain and np.array_equal(np.asarray(image.convert("L")), np.asarray(mask)):
                 return sample.mask
@@ -523,7 +525,7 @@ def fit_masks(samples, folder, invert=False, alpha=False):
 
     def work(item):
         number, sample = item
-        with room_for([sample.target if alpha else sample.mask]):
+        with reserve_pixels([sample.target if alpha else sample.mask]):
             return fit_mask(sample, folder / f"{number}.png", invert, alpha)
     bad, empty, problems = [], [], []
     found = common.run_ahead(work, enumerate(masked), threads=8, most=32)
@@ -564,7 +566,7 @@ def write_sample(sample, folder, put=link_or_copy):
     files = {}
     for place, file in places_of(sample).items():
         suffix = Path(file).suffix.lower()
-        if suffix not in common.PICTURES: # PIL recognises pictures by their content
+        if suffix not in stray_files.PICTURES: # PIL recognises pictures by their content
             suffix = ".png"
         files[place] = path = folder / (place + suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -586,28 +588,28 @@ def refuse_pair(source, out):
     """InputError if the two folders that are given are one of controls and one of targets: each holds pictures."""
     pair = [source, out]
     for folder in pair:
-        if not folder or not any(common.KINDS.get(path.suffix.lower()) == "picture" for path in folder.glob("*")):
+        if not folder or not any(stray_files.KINDS.get(path.suffix.lower()) == "picture" for path in folder.glob("*")):
             return
     if source.name.lower().startswith("after") or role_of(source.name.lower(), FOLDERS) == "target":
         pair.reverse()
-    meant = common.command(["import_data.py", "NEW", "--control", pair[0], "--target", pair[1]])
+    meant = common.shell_command(["import_data.py", "NEW", "--control", pair[0], "--target", pair[1]])
     raise InputError(f"{out}: already exists, and both folders hold pictures; if they are pairs, give {meant}")
 
 def find_parts(source, columns, alone):
     """SOURCE, which is not a cache -> (a list of arguments of read_folders or read_tables, a configuration's Settings
     or None)."""
     if not source.exists():
-        raise InputError(f"{source}: does not exist; {strays.near_path(source)}")
+        raise InputError(f"{source}: does not exist; {stray_files.near_path(source)}")
     if source.is_file(): # an error would quote a key, to which a stranger's link may lead
-        common.refuse_outside(source, source.parent)
+        stray_files.refuse_outside(source, source.parent)
     if source.is_file() and is_config(source):
         return read_config(source)
     if source.is_file():
         return [dict(tables=[source], anywhere=True)], None
-    parquets = sorted(strays.listed(source, "*.parquet") + strays.listed(source, "data/*.parquet"))
-    files = [path for name in (".", "train", "data") for path in strays.listed(source, f"{name}/metadata.*")]
+    parquets = sorted(stray_files.listed(source, "*.parquet") + stray_files.listed(source, "data/*.parquet"))
+    files = [path for name in (".", "train", "data") for path in stray_files.listed(source, f"{name}/metadata.*")]
     for found in (*parquets, *files):
-        common.refuse_outside(found, source)
+        stray_files.refuse_outside(found, source)
     if parquets:
         tables = [path for path in parquets if "train" in path.name]
         return [dict(tables=tables or parquets, anywhere=False)], None
@@ -622,14 +624,14 @@ def find_parts(source, columns, alone):
     if alone or {"target", "control"} <= folders.keys() or list(target.glob("*-condlabel.*")):
         controls = [folders["control"]] if "control" in folders else []
         return [dict(target=target, controls=controls, mask=folders.get("mask"), source=source)], None
-    names = ", ".join([path.name for path in strays.listed(source, "*")][:5]) or "nothing"
+    names = ", ".join([path.name for path in stray_files.listed(source, "*")][:5]) or "nothing"
     raise InputError(f"{source}: holds {names}; {ASK} (or --target DIR --alone), or give a table or a configuration "
                      "itself as SOURCE; -h lists the names that are recognised")
 
 def convert(args, columns, tmp):
     """Writes TMP/out from what the flags name -> (samples, problems, a configuration's Settings or None)."""
     source = args.target or args.source
-    old = [path for path in [source, *strays.listed(source, "*")] if path.suffix in CACHES]
+    old = [path for path in [source, *stray_files.listed(source, "*")] if path.suffix in CACHES]
     if old and not args.target and not args.alone and not find_folders(source):
         if args.prompt:
             raise InputError(f"--prompt: {source} is a cache of version 1.0, with encoded prompts; leave --prompt out")
@@ -671,7 +673,7 @@ def convert(args, columns, tmp):
     return samples, problems, found
 
 def main():
-    parser = common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.usage = "import_data.py SOURCE OUT [flags], or import_data.py OUT --target DIR --control DIR [flags]"
     names = [f"  {role}: {', '.join(names)}" for known in (FOLDERS, COLUMNS) for role, names in known.items()]
     parser.epilog = "Names in FOLDERS, then in COLUMNS:\n" + "\n".join(names)
@@ -689,7 +691,7 @@ def main():
          nargs="+", action="extend", metavar="ROLE=NAME")
     flag("--alone", False, "there are no controls, and OUT gets no control/")
     flag("--hold_out", 0, "write every N-th sample to OUT_val, for train.py --val_data, and the others to OUT",
-         type=common.number(int, 2), metavar="N")
+         type=flag_types.number(int, 2), metavar="N")
     flag("--skip_bad", False, "leave out the samples that have an error")
     args = parser.parse_args()
     columns = {}
@@ -699,16 +701,16 @@ def main():
         columns[role] = columns.get(role, []) + names
     if args.prompt is not None:
         # raises InputError for a bad prompt; only a configuration knows the word of a placeholder
-        common.make_sample("--prompt", args.out, "", None, [], [fill(args.prompt, "word")])
+        dataset.make_sample("--prompt", args.out, "", None, [], [fill(args.prompt, "word")])
     if by_flags and args.source:
         controls = ["--control", *args.control] if args.control else []
-        meant = common.command(["import_data.py", args.out, "--target", args.target or args.source, *controls])
+        meant = common.shell_command(["import_data.py", args.out, "--target", args.target or args.source, *controls])
         parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give {meant}")
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
     refuse_pair(args.source, args.out)
     if args.source and args.out.exists() and not args.source.exists():
-        meant = common.command(["python", sys.argv[0], args.out, args.source])
+        meant = common.shell_command(["python", sys.argv[0], args.out, args.source])
         parser.error(f"argument {args.source}: does not exist, and {args.out} does; what is read comes first: {meant}")
     common.refuse_to_replace(args.out)
     val, jobs = [args.out.parent / f"{args.out.name}{end}" for end in ("_val", "_jobs.jsonl")]
@@ -735,7 +737,7 @@ def main():
             disk.rename_folder(Path(tmp, "out"), args.out)
             tell(*notes.getvalue().splitlines())
     except OSError as e:
-        raise disk.refusal(args.out, e)
+        raise common.disk_error(args.out, e)
     held_out = len(samples) // args.hold_out if args.hold_out else 0
     tell(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
     if found and found.jobs:

@@ -19,16 +19,22 @@ import time
 from pathlib import Path
 from pydoc import locate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1])) # where the core files are
-import extras # first, so that no other folder is taken for one of our modules
+import library # first, so that no other folder is taken for one of our modules
 import common
-from common import LORA_FILE, InputError, first_words, key_value, natural, not_negative, number, positive, tell
+from common import InputError, first_words, tell
+from library.cli import command_line, flag_types
+from library.cli.flag_types import key_value, natural, not_negative, number, positive
+from library.data import dataset
+from library.files import stray_files, tensor_files
+from library.lora.lora_paths import LORA_FILE
+from library.models import devices
 
 # ---- flags: flag(name, default, help); others come from common -------------------------------------------------------
 
-parser = common.Parser(__doc__)
-common.add_model_flags(parser)
-common.add_data_flags(parser)
-common.add_transformer_flags(parser)
+parser = command_line.Parser(__doc__)
+command_line.add_model_flags(parser)
+command_line.add_data_flags(parser)
+command_line.add_transformer_flags(parser)
 flag = parser.group("training")
 flag("--gradient_checkpointing", None, "blocks recomputed in backward, to save memory (default: all)", type=natural)
 flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory", type=positive)
@@ -44,11 +50,11 @@ flag("--warmup_steps", 0, "steps in which the learning rate rises from 0", type=
 flag("--max_grad_norm", 1.0, "a gradient longer than this is scaled down to it", type=number(float, 1e-12))
 flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
 flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
-flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial LoRA", type=common.seed_number)
+flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial LoRA", type=flag_types.seed_number)
 flag("--out_dir", Path("out/lean"), "gets the LoRA (also for ComfyUI), log.jsonl, and what --resume needs", type=Path)
 flag("--save_every", 200, "steps between saves, each of which replaces the one before", type=positive)
 flag("--resume", False, "continue the run in --out_dir; begin if that has none")
-args = common.parse_data_args(parser, "train.py") # also here tiny has train.py's tiny/defaults.json
+args = command_line.parse_data_args(parser, "train.py") # also here tiny has train.py's tiny/defaults.json
 if lacking := {"--val_data", "--preserve", "--prompt_image_dropout_rate"}.intersection(parser.given()):
     parser.error(f"argument {min(lacking)}: lean_train.py lacks it; leave it out, or take train.py")
 args.val_data = [] # tiny's defaults have some
@@ -58,7 +64,7 @@ there = {path.name for path in args.out_dir.glob("[!.]*")}
 saved = args.resume and "state.safetensors" in there # else --resume begins
 if there and not saved and not (args.resume and there == {"log.jsonl"}): # which a start leaves that was killed early
     parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another, or --resume its state.safetensors")
-common.look_over(args) # an error in any sample's files ends the script here, before anything slow
+dataset.look_over(args) # an error in any sample's files ends the script here, before anything slow
 
 import torch # from here on imports take ten seconds; what is above needs one
 import torch.distributed as dist
@@ -128,8 +134,9 @@ def learning_rate(n):
     return args.lr * dict(constant=1.0, linear=1 - done, cosine=0.5 + 0.5 * math.cos(math.pi * done))[args.lr_scheduler]
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
-common.find_devices(args)
-common.start_processes(args) # torchrun starts several of this script; else there is one, rank 0
+devices.find_devices(args)
+predict.check_file(args)
+devices.start_processes(args) # torchrun starts several of this script; else there is one, rank 0
 rank, world_size = common.rank(), common.world()
 dtype = getattr(torch, args.dtype) # of the frozen model; LoRA, gradients and optimizer are fp32
 
@@ -162,11 +169,11 @@ config["samples"] = common.content_key(files=[file.stem for sample in epoch for 
 state_file, log = args.out_dir / "state.safetensors", args.out_dir / "log.jsonl"
 step, lines = 0, [json.dumps(dict(command=sys.argv, flags=vars(args)), default=str)]
 if saved:
-    common.refuse_outside(log, args.out_dir)
-    tensors, state = common.read_tensors(state_file)
+    stray_files.refuse_outside(log, args.out_dir)
+    tensors, state = tensor_files.read_tensors(state_file)
     if changed := [name for name in config if state["config"].get(name) != config[name]]:
         raise InputError(f"--resume: {args.out_dir} was begun with other {', '.join(changed)}; give the old ones")
-    step, lines = state["step"], common.read_text(log, common.LONG_TEXT).splitlines()
+    step, lines = state["step"], stray_files.read_text(log, common.LONG_TEXT).splitlines()
     for name, p in lora.items():
         p.data.copy_(tensors[name])
     # Its state may have any form, so the file has torch.save's bytes of it, as one tensor. (train.py avoids pickles.)
@@ -175,7 +182,7 @@ if rank == 0: # a line for each step is in the log: those of later steps go, as 
     common.write_file(log, "".join(f"{line}\n" for line in lines[:step + 1]).encode(), rb'\A\{"command": ')
 
 # The loop. A thread loads the next step while this one computes. A signal is noted, and ends the run after the step.
-with common.signals_noted() as signals:
+with common.catch_signals() as signals:
     for loaded in common.run_ahead(load_step, range(step, args.max_steps)):
         t0 = time.perf_counter()
         # A step's loss is the mean of its samples' losses, so every pack adds its part to p.grad, whoever computes it.
@@ -212,7 +219,7 @@ with common.signals_noted() as signals:
             pickled = io.BytesIO()
             torch.save(optimizer.state_dict(), pickled)
             tensors = lora | dict(optimizer=torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8))
-            common.write_tensors(state_file, tensors, dict(step=step, config=config))
+            tensor_files.write_tensors(state_file, tensors, dict(step=step, config=config))
             tell(f"{args.out_dir / LORA_FILE}: trained for {step} of {args.max_steps} steps")
         if stop:
             break

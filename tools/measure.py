@@ -29,16 +29,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import extras # first, so that no other folder is taken for one of our modules
+import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, tell
-from extras import hints
+from library.cli import command_line, near_misses
+from library.data import dataset, mask_files, picture_files
+from library.data.automatic_mask import auto_mask, from_middle
+from library.files import stray_files
+from library.results.result_names import picture_stem
 
 OURS = rb'\A\{\n "[^"]*": \{\n  "pictures": \d+' # how the file of --json begins
 
 def read_flags():
     """-> args. A slip ends the script here."""
-    parser = common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("results", type=Path, help="folder of the generated PNGs: predict.py's --out_dir")
     parser.add_argument("dataset", type=Path, help="folder or metadata.jsonl with the targets: predict.py's --jobs")
     flag = parser.group("flags")
@@ -48,12 +52,12 @@ def read_flags():
     args = parser.parse_args()
     if (args.results / "log.jsonl").exists():
         words = ["--lora", args.results, "--jobs", args.dataset, "--out_dir", "edited"]
-        draw = common.command(["python", hints.own_script("predict.py"), *words])
+        draw = common.shell_command(["python", near_misses.own_script("predict.py"), *words])
         raise InputError(f"{args.results}: is a run; first {draw}, then measure edited")
     if not args.results.is_dir():
-        raise InputError(f"{args.results}: no folder of results; {hints.near_path(args.results)}")
+        raise InputError(f"{args.results}: no folder of results; {stray_files.near_path(args.results)}")
     if not args.dataset.exists():
-        raise InputError(hints.no_dataset(args.dataset))
+        raise InputError(dataset.no_dataset(args.dataset))
     if args.json:
         common.refuse_to_replace(args.json, OURS)
     return args
@@ -67,9 +71,7 @@ import torch
 from PIL import Image, ImageFilter
 
 import cache
-from extras.draw import psnr
-from extras.mask import auto_mask, from_middle
-from extras.names import picture_stem
+from training.validation import psnr
 from predict import decode
 
 def drift(image, reference, keep):
@@ -99,7 +101,7 @@ def drift(image, reference, keep):
 def prepare(sample, size, pipe):
     """-> what to compare a sample's results of this size with: SimpleNamespace(target, reference: the target after the
     VAE (without a pipe the target itself), control: the first one or None, edited and keep: bool (H, W))."""
-    whole = common.read_image(sample.target)
+    whole = picture_files.read_image(sample.target)
     target = reference = whole.resize(size, Image.Resampling.LANCZOS)
     if pipe:
         latents = cache.encode_image(pipe, target)
@@ -108,10 +110,10 @@ def prepare(sample, size, pipe):
             raise InputError(f"{sample.target}: the {broken} computes NaN or Inf of it; take another copy of --model")
     control, edited, keep = None, np.zeros(target.size[::-1], bool), None
     if sample.controls:
-        original = common.read_image(sample.controls[0])
+        original = picture_files.read_image(sample.controls[0])
         control = original.resize(size, Image.Resampling.LANCZOS)
-        mask = common.read_mask(sample.mask) if sample.mask else None
-        if mask is None or common.mask_is_empty(mask): # then it is trained without, too
+        mask = mask_files.read_mask(sample.mask) if sample.mask else None
+        if mask is None or mask_files.mask_is_empty(mask): # then it is trained without, too
             mask = auto_mask(whole, original, size)
         if mask:
             edited = np.asarray(mask.resize(size, Image.Resampling.NEAREST)) >= 128
@@ -137,7 +139,7 @@ def measure(result, against, pipe):
 def read_result(path, by_vae):
     """-> a generated picture. InputError if predict.py cannot have generated its size; without a VAE sides need not be
     multiples of 16."""
-    result = common.read_image(path)
+    result = picture_files.read_image(path)
     rest = [side % 16 for side in result.size if by_vae]
     if min(result.size) < 32 or any(rest):
         raise InputError(f"{path}: {result.width}x{result.height}, but sides must be 32 or more and multiples of 16; "
@@ -183,7 +185,7 @@ def main(args):
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         common.flag_error("--device: cuda cannot be used; give cpu")
-    samples, problems = common.read_dataset(args.dataset)
+    samples, problems = dataset.read_dataset(args.dataset)
     diffusers.utils.logging.disable_progress_bar()
     stems = {picture_stem(sample): sample for sample in samples}
     ends = ends_of(args.results, stems)
@@ -203,7 +205,7 @@ def main(args):
     for stem, sample in common.progress("measuring", stems.items(), unit=" samples"):
         by_size = {} # what `prepare` returned: the scales and seeds of a sample share it
         for end, scale in ends.items():
-            with common.noted(problems):
+            with common.collect_errors(problems):
                 result = read_result(args.results / f"{stem}{end}.png", by_vae=pipe is not None)
                 if result.size not in by_size:
                     by_size[result.size] = prepare(sample, result.size, pipe)
@@ -218,7 +220,7 @@ def main(args):
     groups = {name: average(records) for name, records in groups.items()}
     for name, m in groups.items():
         cells = [f"{m[key]:{form}}" if key in m else " " * int(form[0]) for key, form in COLUMNS.items()]
-        tell(" ".join([f"{common.shown(name):20} {m['pictures']:8}", *cells[:3], "|" + cells[3], *cells[4:]]))
+        tell(" ".join([f"{common.printable(name):20} {m['pictures']:8}", *cells[:3], "|" + cells[3], *cells[4:]]))
     if args.json:
         common.write_file(args.json, json.dumps(groups, indent=1).encode(), OURS)
     sys.exit(1 if problems else 0)

@@ -25,12 +25,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import extras # first, so that no other folder is taken for one of our modules
+import library # first, so that no other folder is taken for one of our modules
 import numpy as np
 
 import common
-from common import InputError, Parser, natural, tell
-from extras import best, hints, indexes
+from common import InputError, tell
+from library.cli import flag_types, near_misses
+from library.cli.command_line import Parser
+from library.cli.flag_types import natural
+from library.data import dataset, index_file
+from library.lora import lora_paths
+from training import best_step
 from tools.page_common import (PAGE, area_words, card, chapters, detail, fold, link, node, save_page, section, size_of,
                                table, thumbnail, tile)
 
@@ -69,18 +74,18 @@ def read_log(folder):
     begin, steps, validations = {}, {}, {} # by step, as a resumed run may log a step again
     for n, line in enumerate(lines, 1):
         try:
-            record = best.read_line(line)
+            record = best_step.read_line(line)
             if not isinstance(record, dict):
                 raise ValueError("no object")
             if "val_loss" in record:
-                best.check_validation(record)
+                best_step.check_validation(record)
                 check_numbers(record)
                 # one step may have been validated with several --val_data
-                validations[record["step"], json.dumps([record.get(key) for key in best.MEASURES.values()])] = record
+                validations[record["step"], json.dumps([record.get(key) for key in best_step.MEASURES.values()])] = record
             elif "loss" in record:
                 check_step(record)
                 steps[record["step"]] = record
-            elif best.is_shallow(record):
+            elif best_step.is_shallow(record):
                 begin |= record
         except Exception: # a foreign file can fail in any way
             if n < len(lines):
@@ -89,7 +94,7 @@ def read_log(folder):
     if not isinstance(flags, dict):
         raise InputError(f"{log}: does not begin with flags, as a log of train.py does; give a run folder of train.py")
     for name in ("max_steps", "sample_every"): # these are computed with
-        if not best.is_count(flags.get(name), 10**12):
+        if not best_step.is_count(flags.get(name), 10**12):
             flags.pop(name, None)
     return SimpleNamespace(folder=folder, name=folder.resolve().name, done=is_done(folder), flags=flags,
                            written=time.localtime(log.stat().st_mtime), command=command,
@@ -102,7 +107,7 @@ def is_done(folder):
 def check_numbers(record):
     """ValueError if a log's line has another thing than a number for one. Adds `speed`, where it can be computed."""
     for name in ("lr", "grad_norm", "seconds", "tokens", "memory", "train_loss"):
-        if name in record and not best.is_number(record[name]):
+        if name in record and not best_step.is_number(record[name]):
             raise ValueError(f"{name} is no number")
     seconds = record.get("seconds", 0)
     if not 0 <= seconds <= 1e6: # their sum is a timedelta, which has a limit, too
@@ -113,14 +118,14 @@ def check_numbers(record):
 def check_step(record):
     """ValueError, or another exception, if a log's line is no step as train.py writes it."""
     check_numbers(record)
-    if not best.is_count(record["step"], 10**12) or not best.is_number(record["loss"]):
+    if not best_step.is_count(record["step"], 10**12) or not best_step.is_number(record["loss"]):
         raise ValueError("no step, or no loss")
     names, timesteps, losses = [record.get(name, []) for name in ("samples", "timesteps", "losses")]
     if not all(isinstance(values, list) for values in (names, timesteps, losses)):
         raise ValueError("no lists")
     if not all(isinstance(name, str) for name in names):
         raise ValueError("a sample's name is no text")
-    if not all(best.is_number(number, 1e30) for number in [*timesteps, *losses]) or min(timesteps, default=0) < 0:
+    if not all(best_step.is_number(number, 1e30) for number in [*timesteps, *losses]) or min(timesteps, default=0) < 0:
         raise ValueError("no timestep, or no loss")
 
 def seconds_left(run):
@@ -137,7 +142,7 @@ def seconds_left(run):
 def column(records, name):
     """-> (steps, values) of the records that contain this number. What no training reaches is left out, as NaN is: such
     numbers have no sums."""
-    points = [(r["step"], r[name]) for r in records if best.is_number(r.get(name)) and abs(r[name]) < 1e30]
+    points = [(r["step"], r[name]) for r in records if best_step.is_number(r.get(name)) and abs(r[name]) < 1e30]
     values = np.array(points, float).reshape(-1, 2).T
     values[abs(values) < 1e-30] = 0
     return values
@@ -253,9 +258,9 @@ def curves(runs):
         said.append("But both lines of the validation loss are at the same levels: the gap between them is "
                     "overfitting.")
     differ = {}
-    for measure in best.MEASURES:
-        newest = [records[-1] for run in runs if (records := best.comparable(run.validations, measure))]
-        differ[measure] = best.differences(newest, measure) if newest else []
+    for measure in best_step.MEASURES:
+        newest = [records[-1] for run in runs if (records := best_step.comparable(run.validations, measure))]
+        differ[measure] = best_step.differences(newest, measure) if newest else []
         if differ[measure]:
             said.append(f"Do not compare these runs by {measure}: their validations had other "
                         f"{', '.join(differ[measure])}.")
@@ -265,14 +270,14 @@ def curves(runs):
             # the base is the same for all runs that were validated on the same
             own = lines[:1] if measure == "mean PSNR" and title in charts and not differ[measure] else lines
             # validations that were made of other things get lines of their own
-            for number, records in enumerate(reversed(best.sets_of(run.validations, measure))):
+            for number, records in enumerate(reversed(best_step.sets_of(run.validations, measure))):
                 earlier, colour = (f" (earlier set {number})", "mute") if number else ("", run.accent)
-                values = [record | best.mean_psnr(record) for record in records]
+                values = [record | best_step.mean_psnr(record) for record in records]
                 for name, key, style in own if not number else lines:
                     style = {"dots": f"dots {colour}", "dash": f"dash {run.colour}"}.get(style, style)
                     add(run, title, f"{name}{earlier}", style, *column(values, key))
                 if not number:
-                    peaks = [record | best.mean_psnr(record) for record in best.leading(records, measure)]
+                    peaks = [record | best_step.mean_psnr(record) for record in best_step.leading(records, measure)]
                     add(run, title, "best", f"dots peak {colour}", *column(peaks, lines[0][1]))
         add_steps(run, "Gradient norm", "grad_norm")
         add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"))
@@ -292,9 +297,9 @@ def how_far(run):
 def psnrs(run):
     """-> {name: text}: the mean PSNRs of the newest validation; of all its pictures first, and of each group."""
     values = {}
-    for record in best.comparable(run.validations, "mean PSNR")[-1:]:
+    for record in best_step.comparable(run.validations, "mean PSNR")[-1:]:
         of_groups = record.get("psnr", {})
-        means = {"to the target": best.mean_psnr(record)} | (of_groups if len(of_groups) > 1 else {})
+        means = {"to the target": best_step.mean_psnr(record)} | (of_groups if len(of_groups) > 1 else {})
         for name, mean in means.items():
             values[f"Mean PSNR {name}"] = ("{base:.1f} \u2192 {lora:.1f} dB (base \u2192 LoRA; VAE alone {vae:.1f}, "
                                            "input {input:.1f})".format(**mean))
@@ -303,10 +308,10 @@ def psnrs(run):
 def measures(run):
     """-> {name: text}: whether it learns, and which step is the best, as train.py says it, too."""
     values = dict(list(psnrs(run).items())[:1])
-    for name in best.MEASURES:
-        value, *remarks = best.verdict(best.comparable(run.validations, name), name) or ["none"]
-        remarks += best.not_compared(run.validations, name)
-        if lost := best.lost_steps(run.validations, name):
+    for name in best_step.MEASURES:
+        value, *remarks = best_step.verdict(best_step.comparable(run.validations, name), name) or ["none"]
+        remarks += best_step.not_compared(run.validations, name)
+        if lost := best_step.lost_steps(run.validations, name):
             more = f" and {len(lost) - 3} others" if len(lost) > 3 else ""
             remarks.append(f"not ranked, as NaN or Inf was computed: step {', '.join(map(short, lost[:3]))}{more}")
         if remarks:
@@ -376,12 +381,12 @@ def pictures(runs, page):
     for run in runs:
         lora = f"LoRA {run.name}" if len(runs) > 1 else "LoRA"
         sizes = sizes_of(run.folder)
-        records = best.comparable(run.validations, "mean PSNR")
-        for measure in best.MEASURES:
-            best_steps |= {r["step"] for r in best.leading(best.comparable(run.validations, measure), measure)}
-        greatest = best.best_of(records, "mean PSNR")
+        records = best_step.comparable(run.validations, "mean PSNR")
+        for measure in best_step.MEASURES:
+            best_steps |= {r["step"] for r in best_step.leading(best_step.comparable(run.validations, measure), measure)}
+        greatest = best_step.best_of(records, "mean PSNR")
         first = [greatest] if len(runs) == 1 and greatest and greatest is not records[-1] else []
-        for line in best.not_compared(run.validations, "mean PSNR"):
+        for line in best_step.not_compared(run.validations, "mean PSNR"):
             left_out += f" {line}{run.title}, and not shown."
         for record in [r for r in run.validations if r.get("not_finite")][-1:]:
             left_out += (f" Step {record['step']:,}{run.title} is not shown, as NaN or Inf was computed instead of "
@@ -429,7 +434,7 @@ def find_samples(roots):
     """-> {"root/name": Sample} of these datasets."""
     by_name = {}
     for root in roots:
-        read = indexes.read_index if common.is_index(root) else common.read_dataset
+        read = index_file.read_index if flag_types.is_index(root) else dataset.read_dataset
         samples, *_ = read(root)
         by_name |= {f"{s.root}/{s.name}": s for s in samples}
     return by_name
@@ -448,9 +453,9 @@ def hardest_pairs(run, most, roots):
         said = f"{len(hardest)} of {len(pairs)} pairs stand out with {above}. Look at them: a target may be wrong."
     lines, samples = [f"{run.folder}: {said}"], find_samples(roots) if hardest else {}
     for name, ratio, times in hardest[:most]:
-        lines.append(f"{common.shown(name)}: {ratio:.2f} times the median, seen {times} times in the second half of "
+        lines.append(f"{common.printable(name)}: {ratio:.2f} times the median, seen {times} times in the second half of "
                      "the run")
-        s = samples.get(name, common.Sample(name, "", [], [name]))
+        s = samples.get(name, dataset.Sample(name, "", [], [name]))
         named = [("control", path) for path in s.controls] + [("target", s.target)]
         # an index may come from anywhere, and name any picture: it must have its hash (a folder's pictures have none)
         copies = [(kind, path and thumbnail(path, s.contents.get(path))) for kind, path in named]
@@ -490,7 +495,7 @@ def resume_command(run):
     script, *words = command_words(run) or [""]
     if Path(script).name != "train.py" or len(words) + 1 < len(run.command):
         raise ValueError("it is not train.py's")
-    again, flag, known = ["python", "train.py"], "", hints.flags_of("train.py")
+    again, flag, known = ["python", "train.py"], "", near_misses.flags_of("train.py")
     for word in words:
         value = word
         if word.startswith("--"):
@@ -504,7 +509,7 @@ def resume_command(run):
         if flag not in ("--resume", "--out_dir"):
             again.append(word)
     if not any(word.startswith("--batch_size") for word in words) and "batch_size" in run.flags:
-        again += hints.option("batch_size", run.flags["batch_size"]) # whose default depends on the number of processes
+        again += best_step.option("batch_size", run.flags["batch_size"]) # whose default depends on the number of processes
     return [*again, "--resume", "--out_dir", run.folder]
 
 def predict_command(run):
@@ -514,14 +519,14 @@ def predict_command(run):
     for newest in run.validations[-1:]:
         flags = flags | newest.get("flags", {})
     words = ["python", "predict.py"]
-    for name in hints.DRAWING:
+    for name in best_step.DRAWING:
         value = flags.get(name, "tiny" if name == "model" else None)
         changed = name == "model" or f"--{name}" in given or value != run.flags.get(name)
         if not changed or value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise ValueError(f"--{name} is neither text nor number")
-        words += hints.option(name, value)
+        words += best_step.option(name, value)
     loras = flags.get("sample_lora", [])
     if not isinstance(loras, list) or not all(isinstance(path, str) and path[:1] != "-" for path in loras):
         raise ValueError("--sample_lora has no names")
@@ -531,7 +536,7 @@ def predict_command(run):
         prompt, path = picture["prompt"], run.folder / "samples/control" / picture["file"]
         if is_of_run(path, run.folder):
             image = path
-    return [*words, "--image", image, *hints.option("prompt", prompt)]
+    return [*words, "--image", image, *best_step.option("prompt", prompt)]
 
 def convert_command(run):
     return ["python", "tools/convert_lora.py", run.folder, "--to", "comfyui", "--out", f"{run.name}.safetensors"]
@@ -547,7 +552,7 @@ def settings(run):
     for title, words_of in COMMANDS.items():
         lines.append(node("h3", title))
         try:
-            spans = [node("span", common.command([to_share(word)]), " ") for word in words_of(run)]
+            spans = [node("span", common.shell_command([to_share(word)]), " ") for word in words_of(run)]
             lines.append(node("pre", *spans))
         except ValueError as e: # a log may come from anywhere, and a command is there to be pasted
             lines.append(detail(f"No command is offered, because of the one in the log: {e}. Type it yourself."))
@@ -590,20 +595,20 @@ def make_page(folders, page, most, watched=False, roots=()):
     save_page(page, title, [node("header", *headline(runs, title), live, chapters(parts)), *parts])
     hint = "" if live is None or watched else "; --watch keeps it up to date"
     if not roots and any(len(lines) > 1 for lines, _ in hardest):
-        hint += f"; with pictures of these pairs: {common.command(['python', 'tools/page.py', *folders])} --data DIR"
+        hint += f"; with pictures of these pairs: {common.shell_command(['python', 'tools/page.py', *folders])} --data DIR"
     return [*[line for lines, _ in hardest for line in lines], f"{page}: open it in a browser{hint}"]
 
 def refuse_no_run(folder, watch):
     """InputError if `folder` is no run's; if it holds runs, they are listed first. watch: it may become one."""
-    runs = hints.runs_in(folder)
+    runs = lora_paths.runs_in(folder)
     if (folder / "log.jsonl").is_file() or watch and folder.is_dir() and not runs:
         return
     for run in runs:
         with contextlib.suppress(InputError): # another program may have a log.jsonl, too
             tell(f"{run}: {len((read := read_log(run)).steps):,} steps {how_far(read)}")
-    meant = runs[-1] if runs else hints.near_run(folder)
+    meant = runs[-1] if runs else lora_paths.near_run(folder)
     what = "holds runs, and is none itself" if runs else "is no run folder, with a log.jsonl"
-    raise InputError(f"{folder}: {what}; give {common.command([meant]) if meant else 'a run folder of train.py'}")
+    raise InputError(f"{folder}: {what}; give {common.shell_command([meant]) if meant else 'a run folder of train.py'}")
 
 def main():
     parser = Parser(__doc__)

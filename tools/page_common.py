@@ -17,7 +17,8 @@ from xml.etree.ElementTree import Element, tostring
 
 from PIL import Image
 
-from common import InputError, open_image, read_image, shown, write_file
+from common import InputError, printable, write_file
+from library.data.picture_files import open_image, read_image
 
 THUMBNAIL = 360 # pixels
 PAGE = b'<meta name="generator" content="tools/page_common.py">' # every page has it; which replaces no other file
@@ -28,13 +29,13 @@ def node(tag, *children, **attributes):
     The attributes class_ and data_at become class and data-at. Control characters, which HTML has no letters for, or
     which turn the direction of writing, become \\x1b, as on a terminal."""
     attributes = {name.rstrip("_"): value for name, value in attributes.items() if value is not None}
-    names = {name.replace("_", "-"): shown(value) for name, value in attributes.items()}
+    names = {name.replace("_", "-"): printable(value) for name, value in attributes.items()}
     element = Element(tag, names)
     for child in children:
         if isinstance(child, Element):
             element.append(child)
         elif child is not None:
-            element.text = (element.text or "") + shown(child)
+            element.text = (element.text or "") + printable(child)
     return element
 
 def link(path, page):
@@ -120,7 +121,7 @@ def save_page(path, title, sections):
     """Writes the template with these sections in it. The page tells browsers to run only the template's own script."""
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     script = re.search("<script>(.*?)</script>", template, re.DOTALL)[1]
-    parts = dict(title=escape(shown(title)), hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    parts = dict(title=escape(printable(title)), hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
                  body="".join(tostring(part, "unicode", method="html") for part in sections if part is not None))
     page = re.sub("<!--(title|hash|body)-->", lambda place: parts[place[1]], template)
     write_file(path, page.encode("utf-8", "replace"), PAGE)

@@ -13,37 +13,39 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import extras # first, so that no other folder is taken for one of our modules
+import library # first, so that no other folder is taken for one of our modules
 import common
-from extras import disk, hints, indexes
+from library.cli import command_line
+from library.data import index_file
+from library.files import disk, stray_files
 
 def is_file(path):
     """Whether it is a file, or a link, which is deleted itself. A folder of such a name is none of ours."""
     return path.is_file() or path.is_symlink()
 
 def main():
-    parser = common.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
     parser.group("flags")("--delete", False, "delete these files")
     args = parser.parse_args()
     if not (args.cache_dir / "latents").is_dir():
-        meant = "give cache.py's --cache_dir" if args.cache_dir.exists() else hints.near_path(args.cache_dir)
+        meant = "give cache.py's --cache_dir" if args.cache_dir.exists() else stray_files.near_path(args.cache_dir)
         if (args.cache_dir / "log.jsonl").exists():
             meant += ". a run's checkpoints are yours to delete; train.py --keep N keeps fewer"
         elif (args.cache_dir.parent / "log.jsonl").exists():
-            delete = common.command(["rm", "-r", args.cache_dir])
+            delete = common.shell_command(["rm", "-r", args.cache_dir])
             meant += f". a run's checkpoint: {delete}; train.py --keep N keeps fewer"
         raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; {meant}")
     import cache # takes seconds; a slip does not need it
     lists, plans = [list(args.cache_dir.glob(pattern)) for pattern in ("*.json", ".planned-*")]
     folders = [args.cache_dir / name for name in ("latents", "text")]
     for place in (*folders, *lists, *plans): # a foreign cache does not choose what is deleted elsewhere
-        common.refuse_outside(place, args.cache_dir)
+        stray_files.refuse_outside(place, args.cache_dir)
     known = {file for index in lists # an index that cannot be read ends the script here
-             for sample in indexes.read_index(index)[0] for file in cache.files_of(sample)}
+             for sample in index_file.read_index(index)[0] for file in cache.files_of(sample)}
     kept = set() # of scripts at work, or killed
     for planned in plans:
-        needed = {args.cache_dir / line for line in common.read_text(planned, common.LONG_TEXT).splitlines()} - known
+        needed = {args.cache_dir / line for line in stray_files.read_text(planned, common.LONG_TEXT).splitlines()} - known
         kept |= needed
         if needed:
             common.tell(f"{planned}: lists what a script needs; if none is at work, and you will not start it again, "

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 
 import common
-from extras import slips
-from extras.manifest import as_list
-from extras.strangers import CONTROLS
+from common import CONTROLS
+from library.cli import flag_types, near_misses
+from library.data.dataset import as_list
 
 WORDS = dict(
     auto="automatic here, or of no effect on the result",
@@ -363,7 +363,7 @@ diffsynth.batch: 1
 diffsynth.no-upscale: true"""
 
 # their words for values, beside those that a command line may have, too
-CHOICES = slips.VALUES | dict(
+CHOICES = near_misses.VALUES | dict(
     native="true: native",
     model="""
 edit editv1: Qwen/Qwen-Image-Edit
@@ -376,14 +376,14 @@ wandb all: wandb""")
 MOST_REPEATS = 10_000
 COUNTED = "repeats batch_size max_steps save_every sample_every warmup_steps".split()
 KINDS = { # train.py's type of a number; a 0 of the first ones is none
-    common.positive: "max_steps save_every keep epochs save_epochs batch accumulation processes",
-    common.number(int, 1, common.MOST_RANK): "lora_rank", common.number(int, 1, MOST_REPEATS): "repeats",
-    common.natural: "offload sample_every sample_epochs more_repeats",
-    **{common.SAMPLE_FLAGS[name][0]: name for name in ("num_inference_steps", "true_cfg_scale")},
-    common.number(float, 1e-6, common.MOST_ALPHA): "lora_alpha",
-    common.number(float, 0, 0.99): "lora_dropout", common.number(float, 0, 0.99999): "ema",
-    common.not_negative: "lr weight_decay warmup max_grad_norm mask_background_weight",
-    common.fraction: "caption_dropout_rate offload_share", common.seed_number: "seed"}
+    flag_types.positive: "max_steps save_every keep epochs save_epochs batch accumulation processes",
+    flag_types.number(int, 1, flag_types.MOST_RANK): "lora_rank", flag_types.number(int, 1, MOST_REPEATS): "repeats",
+    flag_types.natural: "offload sample_every sample_epochs more_repeats",
+    **{flag_types.SAMPLE_FLAGS[name][0]: name for name in ("num_inference_steps", "true_cfg_scale")},
+    flag_types.number(float, 1e-6, flag_types.MOST_ALPHA): "lora_alpha",
+    flag_types.number(float, 0, 0.99): "lora_dropout", flag_types.number(float, 0, 0.99999): "ema",
+    flag_types.not_negative: "lr weight_decay warmup max_grad_norm mask_background_weight",
+    flag_types.fraction: "caption_dropout_rate offload_share", flag_types.seed_number: "seed"}
 BLOCKS = 60 # of Qwen-Image-Edit's transformer
 OFF = "none off no never no_change false [] {}".split() + [""] # null is None
 ORDER = """target_pixels control_pixels no-upscale repeats caption_dropout_rate mask_foreground_weight
@@ -466,7 +466,7 @@ def only_name(value):
     strange = value.startswith("-") or CONTROLS.search(value) or "$" in value or "<|" in value
     if len(value) > 300 or strange:
         raise ValueError("is no name")
-    return common.only_text(value)
+    return flag_types.only_text(value)
 
 def numeral(value):
     """A number as the type of a flag reads it: 2000.0 -> "2000"."""
@@ -486,12 +486,12 @@ def area(text):
         text = str(round(float(text) * 10**6))
     elif "x" not in text and float(text) <= 4096:
         text = f"{text}x{text}"
-    common.pixels(text) # fails for what is none
+    flag_types.pixels(text) # fails for what is none
     return text
 
 def low_bits(value):
     """A name with a number of bits -> what --quantize calls it."""
-    name = common.only_text(value).lower()
+    name = flag_types.only_text(value).lower()
     bits = int(re.search(r"\d+", name)[0])
     if bits > 8:
         return "none"
@@ -523,7 +523,7 @@ def optimizer_args(key, value):
     else:
         pairs = value if isinstance(value, list) else re.split(r",\s*(?=\w+=)", value)
     pairs = [only_name(pair).replace("(", "[").replace(")", "]").replace(" ", "") for pair in pairs]
-    if "lr" in [common.key_value(pair)[0] for pair in pairs]: # train.py refuses it
+    if "lr" in [flag_types.key_value(pair)[0] for pair in pairs]: # train.py refuses it
         raise ValueError("--lr is its place")
     return pairs
 
@@ -538,7 +538,7 @@ SWITCHES = dict(mask_background_weight=0, ema=0.999, quantize="fp8", quantize_te
 def choose(meaning, value):
     """A word of CHOICES, or of another form if the meaning has one."""
     name = re.sub("[^a-z0-9]", "", str(value).split(".")[-1].lower())
-    known = slips.answers(CHOICES[meaning], name)
+    known = near_misses.answers(CHOICES[meaning], name)
     return known[0] if known or meaning not in WAYS else WAYS[meaning](value)
 
 def convert(meaning, key, values):
@@ -574,7 +574,7 @@ def find_meaning(settings, rows, key, values):
     on = [value for value in values if not is_off(value, usual)]
     if "repeats" in answer and len(on) < settings.datasets:
         on.append(answer == "repeats") # a dataset without counts once
-    if NUMBERS.get(answer) in (None, common.positive): # a 0 is none
+    if NUMBERS.get(answer) in (None, flag_types.positive): # a 0 is none
         on = [value for value in on if value]
     if answer == "data" or answer == "jobs" and settings.jobs:
         return answer, []
@@ -592,7 +592,7 @@ def is_training(facts):
 
 def translate(settings):
     """-> ({meaning: value of ours}, {answer: ["key = value of theirs", ...]} of all that has none)."""
-    rows = list(slips.read_table(TABLES[settings.program]))
+    rows = list(near_misses.read_table(TABLES[settings.program]))
     facts, said, answers = {}, {}, defaultdict(list)
 
     def take(meaning, key, values, text):
@@ -621,7 +621,7 @@ def translate(settings):
         answer = take(meaning, key, on, text) if on and " " not in meaning else meaning
         if " " in answer: # one word says that something else reads it
             answers[answer].append(text)
-    for name, _, value in slips.read_table(DEFAULTS) if is_training(facts) else ():
+    for name, _, value in near_misses.read_table(DEFAULTS) if is_training(facts) else ():
         program, _, key = name.partition(".")
         meaning = answer_to(rows, key)[0] or key
         counted = meaning == "max_steps" and "epochs" in facts
@@ -701,7 +701,7 @@ def next_commands(settings, out, val, count):
     the folder of the samples that are held out, or None; count: of the others, 0 if it is not known."""
     folders = [out, val] if val else [out]
     if not settings:
-        return ["next:", f"  {common.command(['python', 'tools/doctor.py', *folders])}"]
+        return ["next:", f"  {common.shell_command(['python', 'tools/doctor.py', *folders])}"]
     facts, answers = translate(settings)
     flags, notes = finish(facts, count, bool(val))
     lines = [f"{settings.file.name}: {note}" for note in notes]
@@ -717,4 +717,4 @@ def next_commands(settings, out, val, count):
     train = ["python", "train.py", "--model", flags.get("model", "Qwen/Qwen-Image-Edit-2509"), "--data", out,
              *(["--val_data", val] if val else []), *words_of(flags, ORDER)]
     head = "next:" if count else "when the pictures are imported:"
-    return [*lines, head, f"  {common.command(doctor)}", f"  {common.command(train)}"]
+    return [*lines, head, f"  {common.shell_command(doctor)}", f"  {common.shell_command(train)}"]

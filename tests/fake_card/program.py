@@ -31,8 +31,10 @@ from transformers import Qwen2_5_VLConfig
 
 import cache
 import common
+from library.data import dataset, index_file
+from library.files import tensor_files
+from library.models import environment
 import predict
-from extras import fit, fsdp, indexes, offload, plan, quantize, surroundings # noqa: F401 (imported once)
 from tests.fake_card import card as fake
 
 HERE = Path(cache.__file__).parent
@@ -91,21 +93,21 @@ def write_samples(folder, samples, dtype=torch.bfloat16):
                        img_shapes=torch.tensor(sample["shapes"]))
         if sample.get("mask"):
             tensors["edit_mask"] = torch.full((target,), 0.5)
-        common.write_tensors(file, tensors, dict(version=common.VERSION, key=file.stem))
+        tensor_files.write_tensors(file, tensors, dict(version=tensor_files.VERSION, key=file.stem))
         texts = {}
         for prompt in ("make it snow", "", " "):
             text = folder / f"text/{common.content_key(name=name, prompt=prompt)}.safetensors"
             embed = dict(prompt_embed=torch.zeros(sample["text"], 3584, dtype=dtype))
             embed = embed if prompt else {f"empty_{key}": value for key, value in embed.items()}
-            common.write_tensors(text, embed, dict(version=common.VERSION, key=text.stem))
+            tensor_files.write_tensors(text, embed, dict(version=tensor_files.VERSION, key=text.stem))
             texts[prompt, True] = dict(tokens=sample["text"], file=text)
         pixels = [(16 * w, 16 * h) for _, h, w in sample["shapes"]]
         pictures = [f"{name}.png", *[f"{name}_{n}.png" for n in range(len(controls))]] # which are not here any more
-        written.append(common.Sample(
+        written.append(dataset.Sample(
             name, "data", pictures[1:], ["make it snow"], target=pictures[0], sizes=pixels, texts=texts,
             encodings=[dict(img_shapes=sample["shapes"], file=file)], contents=dict.fromkeys(pictures, "0" * 64)))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
-    indexes.write_index(folder / "index.json", written, geometry, {})
+    index_file.write_index(folder / "index.json", written, geometry, {})
     return folder / "index.json"
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def run(script, flags, folder, card, env={}, prelude=""):
         if card:
             on = fake.Card(**card)
             cache.load_part = empty_part(on)
-            surroundings.no_card = lambda: False
+            environment.no_card = lambda: False
             host = SimpleNamespace(available=2**39, total=2**39) # what is pinned takes no memory, too
             psutil.virtual_memory = lambda: host
             on.__enter__()

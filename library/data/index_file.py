@@ -1,0 +1,338 @@
+"""
+An index joins a dataset's samples to their encoded files: one JSON file, CACHE_DIR/<model>-<data>.json. cache.py and
+train.py write it when all files are there. tools/prune.py knows from it which files are needed, and train.py takes it
+as --data, also on a machine that has a copy of the cache folder, and no pictures.
+
+An index may come from a stranger. So every field is checked before it is used: it names files of its own folder only,
+and no number is larger than cache.py would write. The pictures that it names may lie anywhere, as it was perhaps made
+here; they are compared with their hashes, and one with another hash is shown nowhere: in a run folder, or on a page,
+it would go where these go.
+"""
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import sys
+from pathlib import Path
+
+import common
+from common import InputError, LONG_TEXT, MAX_PIXELS, NAME_BYTES, tell
+from library.cli import flag_types
+from library.data import dataset
+from library.data.dataset import MOST_CONTROLS, Sample
+from library.data.picture_files import MAX_TOKENS
+from library.files import stray_files, tensor_files
+from library.files.tensor_files import VERSION
+
+def write_indexes(args, samples, val_samples, geometry, fingerprints):
+    """The index of --data, and that of --val_data, unless they are indexes themselves. geometry: as for
+    cache.plan_sizes; fingerprints: cache.encoder_fingerprints."""
+    for roots, encoded, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
+        if encoded and not any(map(flag_types.is_index, roots)):
+            path = Path(args.cache_dir, f"{dataset.run_name(args.model, roots)}{end}.json")
+            write_index(path, encoded, geometry, fingerprints, roots)
+            tell(f"{path}: {len(encoded)} samples")
+
+
+def write_index(path, samples, geometry, fingerprints, roots=()):
+    """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone, and that
+    of other datasets (roots), or other sizes, is not replaced in silence. Files are named relative to the index's
+    folder, so that the folder may be copied elsewhere."""
+    # vars of a Sample are its fields; each of its others is one, too
+    rows = []
+    for s in samples:
+        row = {}
+        for name, value in vars(s).items():
+            row |= {role: value.get(role) for role in dataset.other_roles()} if name == "others" else {name: value}
+        row["texts"] = [[*key, text] for key, text in s.texts.items()] # JSON has no keys of two parts
+        rows.append(row)
+    roots = [str(Path(root).resolve()) for root in roots]
+    index = dict(version=VERSION, models=fingerprints, roots=roots, geometry=geometry, samples=rows)
+    text = json.dumps(index, default=lambda file: file.relative_to(path.parent).as_posix())
+    data = text.replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
+    before = b"" # there is none, or it is too large to be one
+    if path.is_file() and path.stat().st_size <= LONG_TEXT:
+        before = path.read_bytes()
+    if before == data:
+        return
+    with contextlib.suppress(Exception): # there is none, or a damaged one
+        old = json.loads(before)
+        for what in ("roots", "geometry"):
+            if old[what] != index[what]:
+                tell(f"warning: {path}: replaces the index of {len(old['samples'])} samples with other {what} "
+                     f"({str(old[what]):.300}); give another --cache_dir to keep both", file=sys.stderr)
+    common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
+
+
+def read_index(path):
+    """-> (samples, geometry, fingerprints of the encoders). InputError if it is damaged."""
+    path = Path(path)
+    text = stray_files.read_text(path, LONG_TEXT)
+    for folder in ("latents", "text"):
+        stray_files.refuse_outside(path.parent / folder, path.parent)
+    try:
+        index = json.loads(text)
+        if index["version"] != VERSION or not index["samples"]:
+            raise ValueError(f"version {index['version']!r:.20}, {len(index['samples'])} samples")
+        check_fields(index, dict(geometry=(is_geometry,), models=(is_text_dict,)))
+        samples = []
+        for row in index["samples"]:
+            others = {role: file for role in dataset.other_roles() if (file := row.pop(role, None)) is not None}
+            samples.append(Sample(**row, others=others))
+        for n, sample in enumerate(samples, 1):
+            check_sample(n, sample)
+        if (uses := sum(sample.repeats for sample in samples)) > 10**7: # train.py lists them
+            raise ValueError(f"{uses:,} uses of samples in an epoch")
+    except Exception as e: # a foreign file can fail in any way
+        raise InputError(f"{path}: no index that this version can read ({type(e).__name__}: {common.first_words(e)}); "
+                         "run cache.py again")
+    # back to what write_index had: pairs as keys, and paths
+    for s in samples:
+        s.texts = {(prompt, with_pictures): text for prompt, with_pictures, text in s.texts}
+        for encoded in (*s.encodings, *s.texts.values()):
+            encoded["file"] = path.parent / encoded["file"]
+            if encoded["file"].is_symlink():
+                stray_files.refuse_outside(encoded["file"], path.parent)
+    return samples, index["geometry"], index["models"]
+
+
+# ---- what a field may hold: predicates of anything that JSON can hold -----------------------------------------------
+
+TABLE = 4096 # rotary positions of a side, and of a text (rope_patch.ROPE_TABLE, which would import torch)
+
+
+def is_text(value):
+    return isinstance(value, str)
+
+
+def is_text_dict(value):
+    return isinstance(value, dict) and all(map(is_text, value.values()))
+
+
+def is_name(value):
+    """A relative name that stays in its folder, on any system."""
+    if not is_text(value) or "\0" in value or re.match("[A-Za-z]:", value):
+        return False
+    parts = re.split(r"[/\\]", value)
+    return len(value) <= 1000 and parts_fit(parts) and not {"", ".", ".."} & set(parts)
+
+
+def is_path(value):
+    """A path to anywhere, of a picture that was encoded."""
+    return is_text(value) and "\0" not in value and len(value) <= 4000 and parts_fit(Path(value).parts)
+
+
+def is_path_or_none(value):
+    return value is None or is_path(value)
+
+
+def is_contents(value):
+    """{path of a picture: its whole hash, as common.look_at has it}: who has not the picture cannot name it."""
+    if not is_text_dict(value) or not all(map(is_path, value)):
+        return False
+    return all(re.fullmatch("[0-9a-f]{64}( in sRGB)?", content) for content in value.values())
+
+
+def is_empty(value):
+    return value == {}
+
+
+def parts_fit(parts):
+    return all(len(os.fsencode(part)) <= NAME_BYTES for part in parts)
+
+
+def is_list(value, rule, least=0, most=math.inf):
+    return isinstance(value, list) and least <= len(value) <= most and all(map(rule, value))
+
+
+def is_count(value, most=MAX_PIXELS):
+    return type(value) is int and 1 <= value <= most # True is no number here
+
+
+def is_size(value):
+    """[width, height] in pixels."""
+    return is_list(value, is_count, 2, 2)
+
+
+def is_shape(value):
+    """[1, height, width] in tokens."""
+    return is_list(value, is_count, 3, 3) and value[0] == 1 and value[1] * value[2] <= MAX_TOKENS
+
+
+def is_file(value, folder):
+    return is_text(value) and bool(re.fullmatch(folder + r"/[0-9a-f]{32}\.safetensors", value))
+
+
+def is_encoding(value):
+    shapes = isinstance(value, dict) and is_list(value.get("img_shapes"), is_shape, 1, 100)
+    return shapes and is_file(value.get("file"), "latents") and value.get("mask", "auto") == "auto"
+
+
+def is_encoded_text(value):
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    prompt, with_pictures, about = value
+    counted = isinstance(about, dict) and is_count(about.get("tokens"), TABLE)
+    return is_text(prompt) and type(with_pictures) is bool and counted and is_file(about.get("file"), "text")
+
+
+def is_area(value):
+    return value == "native" or is_count(value) and value >= 32 * 32
+
+
+def is_geometry(value):
+    """dict(target_pixels=[...], control_pixels, upscale), as cache.plan_sizes takes it."""
+    if not isinstance(value, dict) or not value.keys() <= {"target_pixels", "control_pixels", "upscale"}:
+        return False
+    areas = is_list(value.get("target_pixels"), is_area, 1, 100)
+    return areas and is_area(value.get("control_pixels", "native")) and type(value.get("upscale", True)) is bool
+
+
+# the rules of Sample's fields: (rule, its further arguments ...)
+RULES = dict(
+    name=(is_name,), root=(is_name,), target=(is_path_or_none,), others=(is_text_dict,), contents=(is_contents,),
+    controls=(is_list, is_path, 0, MOST_CONTROLS), prompts=(is_list, is_text, 1), repeats=(is_count, 10_000),
+    settings=(is_empty,), sizes=(is_list, is_size), prompt_sizes=(is_list, is_size),
+    encodings=(is_list, is_encoding, 1, 100), texts=(is_list, is_encoded_text, 1))
+
+
+def check_fields(fields, rules):
+    for name, (rule, *arguments) in rules.items():
+        if not rule(fields[name], *arguments):
+            raise ValueError(f"{name} {fields[name]!r:.100}")
+
+
+def check_sample(n, sample):
+    """ValueError unless each field holds what cache.plan_sample writes, and they agree. n: its number."""
+    try:
+        check_fields(vars(sample), RULES)
+        pictures = dataset.pictures_of(sample)
+        if not sample.contents.keys() >= {*pictures, *sample.others.values()}:
+            raise ValueError("contents lack a picture")
+        if sample.controls and not sample.target:
+            raise ValueError("controls without a target")
+        for encoding in sample.encodings:
+            shapes = encoding["img_shapes"]
+            if len(shapes) != len(sample.sizes) or len(shapes) != (len(pictures) or len(shapes)):
+                raise ValueError(f"{len(shapes)} img_shapes, {len(sample.sizes)} sizes and {len(pictures)} pictures")
+            left = TABLE - max(max(h, w) for _, h, w in shapes) // 2 # as in cache.check_sample
+            if any(text["tokens"] > left for _, _, text in sample.texts):
+                raise ValueError(f"a text is longer than {left} tokens, or a side is too long")
+        if len({(prompt, with_pictures) for prompt, with_pictures, _ in sample.texts}) < len(sample.texts):
+            raise ValueError("a text is there twice")
+    except ValueError as e:
+        raise ValueError(f"sample {n}: {e}")
+
+
+def check_tensors(tensors, sample, encoded):
+    """InputError unless what was read of a file is what the index, or the plan, says of it. encoded: one of
+    sample.encodings, or of the values of sample.texts."""
+    file = encoded["file"]
+    tensor_files.refuse_not_finite(file, tensors, "cache.py --verify encodes it again") # its digest is right, but it may be foreign
+    if "tokens" in encoded:
+        prefix = "" if "prompt_embed" in tensors else "empty_"
+        return check_rows(tensors, file, {f"{prefix}prompt_embed": encoded["tokens"]})
+    target, *controls = [h * w for _, h, w in encoded["img_shapes"]]
+    rows, masks = dict(control_latent=sum(controls)), {}
+    if sample.target or not sample.controls:
+        rows["pixel_latent"] = target
+    for name in dataset.other_roles():
+        role = dataset.ROLES[name]
+        if name in sample.others or role.tensor in tensors: # (--mask auto makes one without a file)
+            (masks if role.is_mask else rows)[role.tensor] = target
+    check_rows(tensors, file, rows, [64])
+    check_rows(tensors, file, masks, [])
+
+
+def check_rows(tensors, file, rows, columns=None):
+    """InputError unless these tensors of a file have so many rows: {name: rows}. columns: [how many they have], which
+    may be any number; [] for a number in each row."""
+    for name, count in rows.items():
+        found = tensors.get(name)
+        shape = [] if found is None else list(found.shape)
+        rest = (shape[1:2] or [0]) if columns is None else columns
+        if shape != [count, *rest] or not found.is_floating_point():
+            raise InputError(f"{file}: {name} is {shape or 'missing'}, and {count} rows of floats are wanted; delete "
+                             "this file, and run cache.py again")
+
+
+def open_index(path, fingerprints, texts_of, args):
+    """read_index -> (samples, geometry). InputError if other encoders have encoded them than those of these
+    fingerprints, or if a file is missing, or a text that texts_of(sample) asks for. A line says if pictures were edited
+    since."""
+    samples, geometry, encoded_by = read_index(path)
+    # each encoder that is here must be the one that has encoded
+    for encoder, here in fingerprints.items():
+        if encoded_by.get(encoder, here) != here: # (tools/import_data.py does not know who encoded a cache)
+            raise InputError(f"{path}: encoded with another model than {args.model} ({encoder}); run cache.py with "
+                             "this one")
+    for sample in samples:
+        for text_key in texts_of(sample):
+            if text_key not in sample.texts:
+                raise InputError(f"{path}: lacks the prompt {text_key} (True: with pictures); run cache.py with the "
+                                 "same --val_data, --caption_dropout_rate, --prompt_image_dropout_rate, --preserve* "
+                                 "(for --negative_prompt give the dataset)")
+        for encoded in (*sample.encodings, *sample.texts.values()):
+            if not encoded["file"].is_file():
+                raise InputError(f"{encoded['file']}: missing; copy the whole cache, or run cache.py again")
+    if others := edited_pictures(samples, args.cache_dir):
+        tell(f"warning: {path}: {len(others)} of its pictures are not those that were encoded, for instance "
+             f"{others[0]}; it trains the encoded ones; run cache.py for the others", file=sys.stderr)
+    return samples, geometry
+
+
+def edited_pictures(samples, cache_dir):
+    """-> the pictures of these samples that are others than those that were encoded, as far as they are here."""
+    here = [sample for sample in samples if all(map(os.path.isfile, sample.contents))]
+    look, _ = dataset.looks(here, cache_dir)
+    others = []
+    for sample in here:
+        rest = [path for role, path in sample.others.items() if not dataset.ROLES[role].is_mask]
+        for picture in dataset.pictures_of(sample) + rest:
+            with contextlib.suppress(InputError): # the file is another one, and no picture
+                if look(picture)[1] == sample.contents[picture]:
+                    continue
+            others.append(picture)
+    return others
+
+
+# ---- keep from prune ------------------------------------------------------------------------------------------
+# The files that a script is about to need: CACHE_DIR/.planned-TOKEN lists them, so that tools/prune.py, which knows the
+# files of indexes only, leaves them alone while they are encoded and until an index names them or pictures are drawn. A
+# cache that cannot be written has no such list, and serves if it is complete.
+
+
+@contextlib.contextmanager
+def keep_from_prune(samples, cache_dir, files_of):
+    """Within `with` the list is there, written by the first process -> whether the cache can be written; InputError if
+    not, and if it lacks a file. The list goes whether the block succeeds, fails or is interrupted; only a process that
+    was killed leaves it. files_of: cache.files_of. (An index of another folder has its files there, and keeps them
+    itself.)"""
+    # each command has its own list, as several may work on the same pictures
+    path = Path(cache_dir, f".planned-{secrets.token_hex(16)}")
+    writable = common.on_first_process(lambda: write_list(path, samples, files_of))
+    try:
+        yield writable
+    finally:
+        with contextlib.suppress(OSError): # as a list of a killed process
+            path.unlink(missing_ok=True)
+
+
+def write_list(path, samples, files_of):
+    files = {file for sample in samples for file in files_of(sample)}
+    names = sorted(f"{file.parent.name}/{file.name}" for file in files)
+    try:
+        if files:
+            common.write_file(path, "\n".join(names).encode())
+        return True
+    except common.InputError as e:
+        missing = sum(not file.is_file() for file in files)
+        if missing:
+            index = min(path.parent.glob("*.json"), default="")
+            other = f", or one of its indexes as --data, such as {index}" if index else ""
+            why = common.os_reason(e.__cause__)
+            raise common.InputError(f"--cache_dir {path.parent}: cannot be written ({why}), and lacks {missing} of "
+                                    f"{len(files)} files; give another folder{other}")
+        return False # as library/files/disk.py has said

@@ -1,0 +1,293 @@
+"""
+What lies in a folder of pictures beside those that common.py knows by their suffixes: pictures without a suffix, which
+are taken; what systems and programs leave everywhere, which is passed over, and counted in one line; what is not on
+this disk; links to folders; and all others, which one more line counts. Names of a table may be spelled in another
+form of Unicode than those on the disk.
+
+Only a name without any suffix is looked into. One that we do not know often says something of its own: cat.png.part is
+not whole yet, cat.jpg_original and cat.jpg~ are copies from before an edit. Taken, they would be trained, or edited,
+beside cat; so the line names them as the pictures that they are, and a person may rename them.
+"""
+import contextlib
+import difflib
+import functools
+import os
+import re
+import unicodedata
+from pathlib import Path
+
+import common
+from common import InputError, is_inside
+
+def refuse_outside(path, folder):
+    """InputError unless is_inside: who has made a dataset does not choose what else is read of this disk."""
+    if why := why_gone(path):
+        raise InputError(f"{path}: {why}")
+    if not is_inside(path, folder):
+        raise InputError(f"{path}: a link that leads out of {folder}, and so is not read; if you trust it, make a copy "
+                         "with the files themselves: cp -rL")
+
+# what PNG, JPEG, WebP, BMP, TIFF, AVIF and HEIC files are called, by browsers on Windows and by Twitter, too
+PICTURES = """.png .apng .jpg .jpeg .jpe .jfif .jfi .jif .pjpeg .pjp .mpo .webp .bmp .dib .tif .tiff .avif .avifs .heic
+              .heics .heif .heifs .hif .jpg_large .jpeg_large .png_large .jpg-large .png-large .jpg:large .png:large
+              .jpg_orig .jpeg_orig .png_orig .jpg:orig .png:orig""".split()
+NOT_READ = ".gif .jxl .cr2 .cr3 .nef .arw .dng .raf .orf .rw2".split() # reported; most are raw files
+KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkeys(NOT_READ, "other")} # by suffix
+
+def find_files(folder):
+    """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or of those that
+    library/files/stray_files.py takes out of a dataset: junk, links to folders, ... Stems are NFC, so that names from macOS match.
+    """
+
+    def unreadable(e):
+        raise InputError(f"{e.filename}: cannot be read as a folder ({e.strerror}); mount it, or fix its permissions")
+    found = {}
+    for root, dirs, names in os.walk(folder, onerror=unreadable):
+        folders = {name: kind_of_folder(Path(root, name)) for name in dirs}
+        dirs[:] = [name for name in dirs if not folders[name]] # those to walk
+        for name in sorted([*names, *folders.keys() - dirs]):
+            path = Path(root, name)
+            stem = path.relative_to(folder).with_suffix("").as_posix()
+            kind = folders.get(name) or kind_of(path)
+            found.setdefault((unicodedata.normalize("NFC", stem), kind), []).append(path)
+    return dict(sorted(found.items()))
+
+def read_text(path, most=2**20):
+    """A text file in UTF-8, without the marks that editors on Windows write before it (and that `cat` leaves inside).
+    most: bytes; the default is for a caption or a configuration. InputError names the file."""
+    if not path.exists():
+        raise InputError(f"{path}: does not exist; {near_path(path)}")
+    with contextlib.suppress(OSError, ValueError):
+        if path.stat().st_size > most:
+            raise InputError(f"{path}: over {most:,} bytes, which is no text of this kind; shorten it")
+        # a FIFO would hang; UTF-16 can pass for UTF-8
+        if path.is_file() and "\0" not in (text := path.read_bytes().decode()):
+            refuse_pointer(path, text.encode())
+            return text.replace("\ufeff", "")
+    raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
+
+# What systems and programs leave in folders, beside names that begin with a dot: .DS_Store, ._cat.png, .Trashes, QNAP's
+# .@__thumb, .stfolder, .dropbox.cache, .ipynb_checkpoints, .git. A bin holds what its owner has deleted, and a folder
+# of thumbnails each picture once more. A name that a person could choose (backup, Recycle, found.001) is none of it.
+JUNK = re.compile(r"""(?xi)
+    \.(?!\.?\Z) .*
+    | @eaDir | \#recycle | \#snapshot | @tmp | SYNO(FILE|PHOTO)_THUMB.* | .*@?Syno(Resource|EAStream) # Synology
+    | @Recycle | @Recently-Snapshot | ~snapshot | @GMT-[\d.]+-[\d.]+ # QNAP, NetApp, Samba
+    | (eh)?thumbs(_vista)?\.db(:encryptable)? | desktop\.ini | .*[:\uf03a]Zone\.Identifier.* # Windows
+    | \$RECYCLE\.BIN | (?-i:RECYCLER) | System\ Volume\ Information | ~\$.*
+    | __MACOSX | Icon[\r\uf00d] | Network\ Trash\ Folder | Temporary\ Items # macOS
+    | lost\+found | __pycache__
+    | picasa\.ini | zbthumbnail\.info | .+\.(xmp|lrdata) # notes and previews of programs for photographs
+    | ~syncthing~.* | _gsdata_""", re.DOTALL)
+# what programs that keep folders equal call the other one of two versions: nearly the same picture twice
+CONFLICT = re.compile(r"(?i)(\.sync-|_)conflict-\d{8}-|\(.*(conflict(ed)? copy|case conflict|sfconflict).*\)")
+# before and behind the name of a file that is only in a cloud
+AWAY = {(".", ".icloud"): "iCloud", ("", ".nextcloud"): "Nextcloud", ("", ".owncloud"): "ownCloud"}
+POINTER = re.compile(rb"version https://git-lfs|/annex/objects/") # in the place of a file that was not fetched
+# how files begin that common.open_image can open: PNG, JPEG, WebP, BMP, TIFF, AVIF and HEIC
+PICTURE = re.compile(rb"(?s)\x89PNG\r\n|\xff\xd8\xff|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*|.{4}ftyp(avi|he|mif1|msf1)")
+NAMED = 2 # files in a line
+MOST_FOLDERS = 8 # in a line
+ERRORS = ("link", "away") # kinds that are an error, as a picture is missed
+
+
+def away_name(name):
+    """.cat.png.icloud -> cat.png, where it stands for a file of common.KINDS; else None."""
+    for before, after in AWAY:
+        inner = name.removeprefix(before).removesuffix(after)
+        if before + inner + after == name and Path(inner).suffix.lower() in KINDS:
+            return inner
+
+
+def is_junk(name):
+    """Whether a file or folder of this name is none of a person's."""
+    return bool(JUNK.fullmatch(name)) and not away_name(name)
+
+
+def kind_of_name(name):
+    """-> "junk", "unknown" for the second of two versions, or None for a name that tells nothing."""
+    if is_junk(name):
+        return "junk"
+    return "unknown" if CONFLICT.search(name) else None
+
+
+def kind_of_folder(path):
+    """-> None if it is to be read, else kind_of_name, or "link"."""
+    return kind_of_name(path.name) or ("link" if path.is_symlink() else None)
+
+
+def kind_of(path):
+    """A file -> one of common.KINDS, or "junk", "away" if it is only in a cloud, "link", "unknown". (A placeholder that
+    is left beside its picture is junk.)"""
+    if inner := away_name(path.name):
+        return "junk" if path.with_name(inner).exists() else "away"
+    if kind := kind_of_name(path.name) or KINDS.get(path.suffix.lower()):
+        return kind
+    if is_broken(path):
+        return "link"
+    return "unknown" if path.suffix or not begins_like_picture(path) else "picture"
+
+
+def listed(folder, pattern):
+    """-> what glob finds in a folder, sorted, without junk and second versions."""
+    return [path for path in sorted(folder.glob(pattern)) if not kind_of_name(path.name)]
+
+
+def is_broken(path):
+    return os.path.islink(path) and not os.path.exists(path)
+
+
+def why_gone(path):
+    """Why nothing is at this path, and what to do; None if there is no special reason."""
+    path = Path(path)
+    if is_broken(path):
+        return "a link that leads nowhere; mount what it should lead to, or delete it"
+    for (before, after), cloud in AWAY.items():
+        if not os.path.exists(path) and os.path.exists(path.parent / f"{before}{path.name}{after}"):
+            return f"is in {cloud}, and not on this disk; download it first"
+
+
+def closest(word, known, least=0.7):
+    """-> what the name stands for that is most like this word, in whatever letters; None if none is at least so much.
+    known: {name: what it stands for}."""
+    by_lower = {name.lower(): meant for name, meant in known.items()}
+    near = difflib.get_close_matches(word.lower(), by_lower, 1, least)
+    return by_lower[near[0]] if near else None
+
+
+def nearest(path):
+    """-> the path that is there and is meant by one where nothing is, or None: in other letters, a picture with another
+    suffix, a like name."""
+    path = Path(path)
+
+    def kind(path):
+        suffix = path.suffix.lower()
+        return KINDS.get(suffix, suffix)
+    here = {other.name: other for other in path.parent.glob("[!.]*")}
+    alike = {other.stem: other for other in here.values() if kind(other) == kind(path)}
+    return closest(path.name, here, 1) or closest(path.stem, alike) or closest(path.name, here, 0.9)
+
+
+def near_path(path):
+    """What to do about a path where nothing is: "give photos" for photo, if photos is there."""
+    meant = nearest(path)
+    return f"give {common.shell_command([meant])}" if meant else "check the name"
+
+
+def no_picture(path):
+    """What to do where no picture is."""
+    if re.match("https?:", str(path)):
+        return "no file of that name; download it first"
+    if "*" in path.name:
+        return "no file of that name, as this shell leaves * to programs; give the folder"
+    if str(path).startswith("~") and path.expanduser().exists():
+        return f"no file of that name, as this shell leaves ~ to programs; give {path.expanduser()}"
+    meant = nearest(path if path.suffix else path.with_suffix(".png"))
+    return f"no file of that name; {f'give {common.shell_command([meant])}' if meant else 'add it'}"
+
+
+def why_not(path):
+    """-> an error line for a file of one of ERRORS."""
+    path = path.with_name(away_name(path.name) or path.name)
+    why = why_gone(path) or "a link to a folder, which is not followed; put the folder itself there, or delete it"
+    return common.error_line(f"{path}: not used: {why}")
+
+
+def refuse_pointer(path, data):
+    """InputError if a file's first bytes are those of git, which has the file itself elsewhere."""
+    if POINTER.match(data):
+        raise common.InputError(f"{path}: a pointer of git lfs or git annex, not the file itself; fetch that: git lfs "
+                                "pull, or git annex get")
+
+
+@functools.lru_cache(64)
+def spellings(folder, changed):
+    """{a name in NFC: the same as the disk has it, maybe several} of what is in a folder; changed: when it was."""
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        found.setdefault(unicodedata.normalize("NFC", name), []).append(name)
+    return found
+
+
+def on_disk(path):
+    """A path as the disk spells it: macOS and its archives take letters apart (NFD), which others write as one (NFC). A
+    path that is there, or nowhere, stays as it is. InputError if it could be either of two."""
+    path = Path(path)
+    if str(path).isascii() or os.path.lexists(path):
+        return path
+    folder, names = on_disk(path.parent), []
+    try:
+        names = spellings(folder, os.stat(folder).st_mtime_ns).get(unicodedata.normalize("NFC", path.name), [])
+    except (OSError, ValueError): # there is no such folder, or the name is none
+        pass
+    if names[1:]:
+        raise common.InputError(f"{path}: {len(names)} files have this name, in other forms of Unicode; keep one of "
+                                "them")
+    return folder / (names[0] if names else path.name)
+
+
+def begins_like_picture(path):
+    """By its first bytes. A link is not looked into, as a stranger's may lead anywhere; nor is a pipe, which hangs."""
+    try:
+        if path.is_symlink() or not path.is_file():
+            return False
+        with open(path, "rb") as f:
+            return bool(PICTURE.match(f.read(32)))
+    except OSError: # it may not be read
+        return False
+
+
+def is_named_picture(path):
+    """By its suffix, also of a kind that is not read."""
+    return KINDS.get(path.suffix.lower()) in ("picture", "other") and path.is_file()
+
+
+def seen_from(folder, path):
+    """A path as seen from a folder: the same text on each system. What lies on another drive of Windows is whole."""
+    try:
+        path = os.path.relpath(path, folder)
+    except ValueError:
+        pass
+    return Path(path).as_posix()
+
+
+def first_of(names, most=NAMED):
+    return ", ".join(names[:most] + ["..."] * (len(names) > most))
+
+
+def lines_beside(folder, unused, junk, why=""):
+    """-> a warning that files are not used, as seen from the folder, pictures first; and a line that counts what
+    is_junk, the folders with pictures first, as one may be a person's. Of each only if there are any. why: what to do,
+    if it is not what is said of any file."""
+    lines = []
+    if unused:
+        names = [seen_from(folder, path) for path in dict.fromkeys([*filter(begins_like_picture, unused), *unused])]
+        files = "1 file is" if len(names) == 1 else f"{len(names):,} files are"
+        why = why or "to use a picture of them, make it a whole .jpg or .png in a folder that is read"
+        lines.append(f"warning: {folder}: {files} not used: {first_of(names)}; {why}")
+    if junk:
+        folders = {path.name for path in junk if any(map(is_named_picture, path.rglob("*")))}
+        names = [f"{name}/" for name in sorted(folders)] + sorted({path.name for path in junk} - folders)
+        most = max(NAMED, min(len(folders), MOST_FOLDERS))
+        lines.append(f"{folder}: passed over, as systems and programs leave such things everywhere: {len(set(junk))} "
+                     f"({first_of(names, most)})")
+    return lines
+
+
+def sort_out(folder, found):
+    """Takes all but captions and pictures out of `found`: {(..., kind): paths}, as common.find_files has it -> error
+    lines for links to folders, and for what is in a cloud. It tells how many files of the folder are not used, pictures
+    beside those that were found too, and pictures that are called .txt; and how much junk there is: once a run, as a
+    script reads a dataset before its libraries are loaded, and once more behind."""
+    kinds = {kind: [] for kind in ("junk", "unknown", *ERRORS)}
+    for key in list(found):
+        if key[-1] in kinds:
+            kinds[key[-1]] += found.pop(key)
+        elif key[-1] == "caption" and begins_like_picture(found[key][0]):
+            kinds["unknown"] += found.pop(key)
+    read = set(sum(found.values(), []))
+    beside = [path for path in listed(folder, "*") if is_named_picture(path) and path not in read]
+    kinds["junk"] += [path for path in folder.iterdir() if is_junk(path.name)]
+    for line in lines_beside(folder, beside + kinds["unknown"], kinds["junk"]):
+        common.warn_once(line)
+    return [why_not(path) for kind in ERRORS for path in kinds[kind]]

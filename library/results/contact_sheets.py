@@ -1,0 +1,132 @@
+"""
+Contact sheets: pictures side by side, to look at, for the validations of train.py, for --scales and --seed of
+predict.py, and for tools/doctor.py. PIL images in, a PIL image out.
+"""
+import contextlib
+import functools
+import math
+import textwrap
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from common import InputError, printable
+from library.data.picture_files import read_image
+
+CELL = 192 # pixels
+MOST_LETTERS = 1000 # of a text in a cell, which has room for 300
+# PIL's own font has no accents. These are looked for in the system's folders: European scripts, then Chinese, Japanese
+# and Korean on Linux, Windows and macOS
+FONTS = ["DejaVuSans.ttf", "NotoSansCJK-Regular.ttc", "NotoSansCJKsc-Regular.otf", "wqy-microhei.ttc", "msyh.ttc",
+         "malgun.ttf", "Hiragino Sans GB.ttc", "Arial Unicode.ttf"]
+
+
+def thumbnail(cell):
+    """Makes a cell's picture, or a list of them side by side, as small as a contact sheet shows it. Whoever holds many
+    pictures can keep thumbnails only: the sheet takes them as they are."""
+    if isinstance(cell, list) and cell:
+        cell = side_by_side(cell)
+    if isinstance(cell, Image.Image):
+        return ImageOps.contain(cell, (CELL, CELL), Image.Resampling.LANCZOS)
+    return cell
+
+
+def contact_sheet(rows, titles):
+    """Rows of cells under titles. A cell: a picture, a list of pictures, a text, or None."""
+    pitch = CELL + 8
+    sheet = Image.new("RGB", (len(titles) * pitch, len(rows) * pitch + 24), "white")
+    pen = ImageDraw.Draw(sheet)
+    for i, title in enumerate(titles):
+        pen.text((i * pitch + CELL // 2, 4), title, "black", fonts()[0], anchor="ma")
+    for j, row in enumerate(rows):
+        for i, cell in enumerate(row):
+            x, y = i * pitch + 4, j * pitch + 28
+            if isinstance(cell, str):
+                write(pen, (x + CELL // 2, y + CELL // 2), cell)
+            elif cell:
+                picture = thumbnail(cell)
+                sheet.paste(picture, (x + (CELL - picture.width) // 2, y + (CELL - picture.height) // 2))
+    return sheet
+
+
+def side_by_side(images):
+    small = [ImageOps.contain(image, (CELL, CELL)) for image in images]
+    beside, x = Image.new("RGB", (sum(s.width for s in small), max(s.height for s in small)), "white"), 0
+    for image in small:
+        beside.paste(image, (x, 0))
+        x += image.width
+    return beside
+
+
+@functools.cache
+def fonts():
+    """PIL's own, and those of FONTS that are here."""
+    found = [ImageFont.load_default(14)]
+    for name in FONTS:
+        with contextlib.suppress(OSError):
+            found.append(ImageFont.truetype(name, 14))
+    return found
+
+
+def font_for(text):
+    """-> the first font that has all letters of a text, or None. A font shows a box for a letter that it lacks."""
+    for font in fonts():
+        box = bytes(font.getmask("\uffff")) # which is no letter
+        if all(letter.isspace() or bytes(font.getmask(letter)) != box for letter in set(text)):
+            return font
+
+
+def write(pen, middle, text):
+    """Paints a text in a cell's width; letters that no font here has become their numbers (\\u732b)."""
+    text = printable(text[:MOST_LETTERS])
+    if not (font := font_for(text)):
+        text, font = text.encode("ascii", "backslashreplace").decode(), fonts()[0]
+    letter = max(8, math.ceil(font.getlength(text) / max(1, len(text))))
+    pen.multiline_text(middle, textwrap.fill(text, CELL // letter), "black", font, "mm", align="center")
+
+
+def shown_prompt(prompt, name):
+    """-> the prompt, or the name if no font here has the prompt's letters."""
+    return prompt if font_for(printable(prompt[:MOST_LETTERS])) else name
+
+
+def validation_sheets(folder, step, records):
+    """The pictures that train.py has saved in its folder samples/ at this step -> {name of a dataset: its sheet}.
+    records: what its log tells of them."""
+    def saved(kind, file):
+        path = folder / kind / file
+        if path.is_file(): # else another machine's process has saved it there
+            with Image.open(path) as image:
+                return thumbnail(image.convert("RGB"))
+
+    by_dataset = {}
+    for record in records:
+        file = record["file"]
+        controls = [saved("control", file)] + [saved(f"control_{n}", file) for n in range(1, record["controls"])]
+        pictures = [saved(kind, file) for kind in ("base", f"step_{step:06d}", "target")]
+        prompt = shown_prompt(record["prompt"], Path(file).stem)
+        by_dataset.setdefault(Path(file).parts[0], []).append([[c for c in controls if c], prompt, *pictures])
+    titles = ["control", "instruction", "base", "LoRA", "target"]
+    return {name: contact_sheet(lines, titles) for name, lines in by_dataset.items()}
+
+
+def read_or_say(path):
+    """The picture in this file, or a text that it cannot be read: a sheet is no reason to end a command whose pictures
+    are drawn."""
+    try:
+        return read_image(path)
+    except InputError:
+        return f"{Path(path).name}: cannot be read"
+
+
+def results_sheet(pictures):
+    """predict.Pictures -> a sheet with a row for each sample and a column for each title."""
+    titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
+    for p in pictures:
+        if p.row not in rows:
+            found = list(map(read_or_say, p.sample.controls))
+            controls = [one for one in found if isinstance(one, Image.Image)] or found[0]
+            prompt = shown_prompt(p.sample.prompts[0], p.sample.name)
+            rows[p.row] = [thumbnail(controls), prompt] + [None] * len(titles)
+        rows[p.row][2 + titles.index(p.title)] = thumbnail(read_or_say(p.path))
+    return contact_sheet(list(rows.values()), ["control", "instruction", *titles])

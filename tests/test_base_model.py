@@ -1,0 +1,132 @@
+"""
+A LoRA that was trained on another model than it is used on gets one line, wherever it is taken; the same model, and a
+file that does not say, get none.
+"""
+import json
+from types import SimpleNamespace
+
+import pytest
+import safetensors.torch
+
+import common
+from library.files import tensor_files
+import predict
+from tests.harness import (ON_DEVICE, TINY, as_v1, change_weight, copy_model, lora_file, lora_tensors, paint_picture,
+                           run_script, save)
+
+@pytest.fixture(autouse=True)
+def lines_begin_anew():
+    common.warn_once.cache_clear() # each is printed once in a process
+
+@pytest.fixture(scope="module")
+def made(small, tmp_path_factory):
+    """A LoRA of two steps on tiny; tiny as a v1, as a 2511, with one other weight, and as it is under another name."""
+    folder = tmp_path_factory.mktemp("made")
+    result = run_script("train.py", *small.flags, "--max_steps", 2, "--out_dir", folder / "run")
+    assert result.status == 0, result.err
+    models = {name: copy_model(folder / name) for name in ("v1", "2511", "other", "same")}
+    as_v1(models["v1"])
+    config = models["2511"] / "transformer/config.json"
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | dict(zero_cond_t=True)), "utf-8")
+    change_weight(models["other"] / "transformer")
+    return SimpleNamespace(run=folder / "run", models=models, photo=save(paint_picture(), folder / "in/bee.png"))
+
+def warnings_of(result):
+    assert result.status == 0, result.err
+    return [line for line in result.err.splitlines() if line.startswith("warning: ") and "was trained" in line]
+
+WORDS = {"v1": "(v1)", "2511": "(2511)", "other": "whose weights are others"}
+
+@pytest.mark.parametrize("kind", [*WORDS, "same"])
+def test_a_lora_on_another_base_gets_one_line_in_predict(tmp_path, made, kind):
+    """Which names both models and their kinds, if these differ; and none on a copy of its own model."""
+    model = made.models[kind]
+    result = run_script("predict.py", "--model", model, "--lora", made.run, "--image", made.photo, "--prompt", "snow",
+                        "--cache_dir", tmp_path / "cache", "--out_dir", tmp_path / "o", "--num_inference_steps", 2,
+                        *ON_DEVICE)
+    lines = warnings_of(result)
+    assert len(lines) == (kind != "same"), result.err
+    if lines:
+        assert f"{made.run / predict.LORA_FILE}: was trained on tiny (Plus); here is {model} (" in lines[0], lines
+        assert WORDS[kind] in lines[0]
+
+def test_a_lora_on_another_base_gets_one_line_where_it_is_merged(tmp_path, made):
+    for kind in ("v1", "other", "same"):
+        result = run_script("tools/convert_lora.py", made.run, "--to", "model", "--model", made.models[kind], "--out",
+                            tmp_path / kind)
+        assert [WORDS[kind] in line for line in warnings_of(result)] == [True] * (kind != "same"), result.err
+
+def test_a_lora_on_another_base_gets_one_line_where_it_is_trained_with(tmp_path, small, made):
+    """--pretrained_lora and --sample_lora, each with its own line."""
+    data = small.folder / "data"
+    copy = made.run.with_name("copy.safetensors")
+    copy.write_bytes((made.run / predict.LORA_FILE).read_bytes())
+    result = run_script("train.py", "--model", made.models["v1"], "--data", data, "--val_data", "--device", "cpu",
+                        "--cache_dir", tmp_path / "cache", "--max_steps", 1, "--batch_size", 1, "--out_dir",
+                        tmp_path / "run", "--pretrained_lora", made.run, "--sample_lora", copy)
+    assert sorted(line.split(": ")[1] for line in warnings_of(result)) == sorted(map(str, [
+        copy, made.run / predict.LORA_FILE])), result.err
+
+def written(path, **train):
+    meta = {"transformer.r": 2, "transformer.lora_alpha": 2} | {f"train.{key}": value for key, value in train.items()}
+    tensor_files.write_tensors(path, lora_tensors(), meta, "lora_adapter_metadata")
+    return path
+
+PLUS = dict(model="tiny", pipeline="QwenImageEditPlusPipeline", zero_cond_t=False, model_hash="a")
+SIZES = dict(target_pixels=1024**2, control_pixels="native", upscale=True)
+
+def lines_of(capfd, path, here, geometry=None):
+    base_model.warn_other_base([path, None], here, geometry)
+    from library.lora import base_model
+    return capfd.readouterr().err.splitlines()
+
+def test_the_greatest_difference_is_told_and_only_that(tmp_path, capfd):
+    """The pipeline before the weights, the weights before the sizes."""
+    path = written(tmp_path / "x.safetensors", **PLUS, geometry=SIZES)
+    used = SIZES | dict(target_pixels=[512**2])
+    v1 = PLUS | dict(pipeline="QwenImageEditPipeline", model_hash="b")
+    for here, word in ((v1, "(v1)"), (PLUS | dict(model_hash="b"), "weights"), (PLUS, "target_pixels 1048576, and")):
+        line, = lines_of(capfd, path, here, used)
+        assert word in line and line.startswith(f"warning: {path}: ")
+    assert not lines_of(capfd, path, PLUS) # where sizes do not count
+    assert not lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[1024**2]))
+
+def test_any_of_the_areas_of_a_training_is_its_own(tmp_path, capfd):
+    path = written(tmp_path / "x.safetensors", **PLUS, geometry=SIZES, areas=[1024**2, 512**2])
+    assert not lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[512**2]))
+    line, = lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[768**2]))
+    assert line.endswith(f"at target_pixels {1024**2}, and here it is {768**2}; the flags win, and without them the "
+                         "first LoRA's sizes are used")
+
+def test_a_second_command_of_a_process_says_it_again(tmp_path):
+    """As in a notebook, or in tests; within one command each line comes once, however often the file is read."""
+    file = lora_file(tmp_path, {key: 0 * tensor for key, tensor in lora_tensors().items()})
+    for n in range(2):
+        result = run_script("tools/convert_lora.py", file, file, "--to", "model", "--out", tmp_path / f"{n}")
+        assert result.status == 0 and result.err.count("has no effect") == 1, result.err
+
+def test_what_a_file_does_not_say_is_not_compared(tmp_path, capfd):
+    """Files of diffusers, of an older version, and of strangers, who may say anything."""
+    from library.lora import base_model
+    for n, train in enumerate([{}, dict(model="tiny", config=dict(model_hash="0123456789abcdef")), dict(model=5),
+                               dict(pipeline=["x"], model_hash={}, geometry=[], areas=3, zero_cond_t="yes")]):
+        assert not lines_of(capfd, written(tmp_path / f"{n}.safetensors", **train), PLUS, SIZES | dict(
+            target_pixels=[1024**2]))
+    (tmp_path / "none.safetensors").write_bytes(b"x")
+    assert base_model.notes_of(tmp_path / "none.safetensors") == {}
+
+@pytest.mark.parametrize("architecture, told", [
+    ("Qwen-Image-Edit/lora", True), ("Qwen-Image-Edit-Plus/lora", False), ("Qwen-Image-Edit-2511/lora", True),
+    ("Qwen-Image/lora", False)])
+def test_the_architecture_that_musubi_tuner_writes_is_compared(tmp_path, capfd, architecture, told):
+    """Qwen-Image is the family: its LoRAs are used for edits on purpose."""
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file(lora_tensors(), path, metadata={"modelspec.architecture": architecture})
+    lines = lines_of(capfd, path, PLUS)
+    assert len(lines) == told and all("another model" in line for line in lines)
+
+def test_what_train_py_tells_of_its_base(made):
+    _, meta = predict.read_lora(made.run)
+    assert meta["train.pipeline"] == "QwenImageEditPlusPipeline" and meta["train.zero_cond_t"] is False
+    assert meta["train.model"] == "tiny" and meta["train.model_hash"] == meta["train.config"]["model_hash"]
+    assert json.loads((TINY / "model_index.json").read_bytes())["_class_name"] == meta["train.pipeline"]

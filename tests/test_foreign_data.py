@@ -1,0 +1,926 @@
+"""
+Datasets, job lists, tables, caches and indexes from strangers are data: they choose no file outside, cost no more than
+they should, and whatever is in them ends in one line. The last claim is for many seeds: pytest --fuzz 2000.
+"""
+import json
+import os
+import random
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import OPTIONS
+from PIL import Image
+
+import cache
+import common
+from library.cli import flag_types
+from library.data import dataset, index_file, mask_files, picture_files, stat_cache
+from library.files import tensor_files
+from library.results import contact_sheets
+import predict
+from tests.harness import (NATIVE, add_item, copy_model, is_one_line, make_cache, paint_picture, refused,
+                           run_script, samples_of, save, train, within)
+
+SECRET = "KEY-5fa1"
+
+# ---- links and paths -------------------------------------------------------------------------------------------------
+
+def link_to(data, file, outside):
+    """It puts a link to a file or folder outside of the dataset in the place of one inside."""
+    path = data / file
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(outside)
+
+@pytest.fixture
+def outside(tmp_path):
+    """A folder that no dataset is in: a key, a picture with it in its notes, and a folder of controls."""
+    folder = tmp_path / "home"
+    add_item(folder, "cat", caption=SECRET)
+    (folder / "key.txt").write_text(SECRET, "utf-8")
+    return folder
+
+LINKS = {"target/cat.png": "target/cat.png", "target/cat.txt": "key.txt", "control/cat.png": "control/cat.png",
+         "mask/cat.png": "target/cat.png", "control": "control"}
+
+@pytest.mark.parametrize("file", LINKS)
+def test_a_folders_link_that_leads_out_is_one_line_and_its_content_is_not_read(data, outside, tmp_path, plus, file):
+    """As in a manifest. Neither the doctor's report nor a copy that import_data.py makes holds anything of it."""
+    link_to(data, file, outside / LINKS[file])
+    content = (outside / LINKS[file]).read_bytes() if file != "control" else b"\0" * 99
+    if file == "control":
+        with refused(data / file, "leads out", "cp -rL"):
+            dataset.read_dataset(data)
+    else:
+        samples, problems = samples_of(plus, data)
+        assert list(samples) == ["good"] and len(problems) == 1
+        assert is_one_line(problems[0], data / file, "leads out", "cp -rL")
+    written = tmp_path / "written"
+    run_script("tools/doctor.py", data, "--skip_bad", "--out", written / "doctor", "--align", written / "aligned")
+    result = run_script("tools/import_data.py", data, written / "copy", "--skip_bad")
+    assert [error for error in result.errors if "leads out" in error]
+    for path in filter(Path.is_file, written.rglob("*")):
+        assert SECRET.encode() not in path.read_bytes() and path.read_bytes() != content, path
+    result = make_cache(data, tmp_path / "c", *NATIVE)
+    assert result.status == 1 and is_one_line(result.errors[0], data / file, "leads out")
+
+def test_the_remedy_for_a_link_that_leads_out_works(data, outside, tmp_path, plus):
+    """cp -rL makes a copy that is read."""
+    link_to(data, "control/cat.png", outside / "control/cat.png")
+    assert os.system(f"cp -rL {data} {tmp_path / 'copy'}") == 0
+    samples, problems = samples_of(plus, tmp_path / "copy")
+    assert sorted(samples) == ["cat", "good"] and not problems
+
+def test_links_inside_of_a_dataset_and_a_link_to_it_are_followed(data, tmp_path, plus):
+    link_to(data, "control/cat.png", "../target/good.png")
+    link_to(data, "target/cat.txt", "good.txt")
+    (tmp_path / "link").symlink_to(data)
+    for root in (data, tmp_path / "link"):
+        samples, problems = samples_of(plus, root)
+        assert sorted(samples) == ["cat", "good"] and not problems
+
+def as_snapshot(data, hub):
+    """It stores a folder as the hub's cache does: links in snapshots/REV to files in blobs/."""
+    snapshot = hub / "datasets--me--pairs/snapshots/0123abc"
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.mkdir(parents=True)
+    for n, path in enumerate(sorted(filter(Path.is_file, data.rglob("*")))):
+        link = snapshot / path.relative_to(data)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, blobs / f"{n:040x}")
+        link.symlink_to(os.path.relpath(blobs / f"{n:040x}", link.parent))
+    return snapshot
+
+def test_a_snapshot_of_the_hub_is_a_dataset_in_every_form(data, tmp_path, plus):
+    """As a folder, as metadata.jsonl, for --image, and as what import_data.py reads: folders, a table, parquet."""
+    want, _ = samples_of(plus, data)
+    folder = as_snapshot(data, tmp_path / "a")
+    samples, problems = samples_of(plus, folder)
+    assert not problems and [cache.files_of(s) for s in samples.values()] == [cache.files_of(s) for s in want.values()]
+    rows, pictures = [], tmp_path / "pictures"
+    for name in ("cat", "good"):
+        rows.append(dict(target=f"after/{name}.png", control=[f"before/{name}.png"], prompt="go"))
+        save(Image.open(data / f"target/{name}.png"), pictures / f"after/{name}.png")
+        save(Image.open(data / f"control/{name}.png"), pictures / f"before/{name}.png")
+    (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    listed = as_snapshot(pictures, tmp_path / "c")
+    for root in (listed, listed / "metadata.jsonl"):
+        samples, problems = samples_of(plus, root)
+        assert len(samples) == 2 and not problems
+    for n, source in enumerate((folder, listed, parquet_of(data, tmp_path))):
+        result = run_script("tools/import_data.py", source, tmp_path / f"imported{n}")
+        assert result.status == 0 and "2 samples" in result.out, result.err
+    found, problems = predict.read_samples(image_flags(folder / "control", tmp_path / "out"))
+    assert len(found) == 2 and not problems
+
+def parquet_of(data, tmp_path):
+    """A snapshot with one parquet file, which holds the pictures."""
+    import pyarrow
+    import pyarrow.parquet
+    rows = [dict(target=dict(bytes=(data / f"target/{n}.png").read_bytes()), prompt="go",
+                 control=dict(bytes=(data / f"control/{n}.png").read_bytes())) for n in ("cat", "good")]
+    (tmp_path / "parquet/data").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "parquet/data/train-0.parquet")
+    return as_snapshot(tmp_path / "parquet", tmp_path / "d")
+
+def image_flags(folder, out_dir):
+    return type("Flags", (), dict(jobs=None, image=[Path(folder)], prompt="go", out_dir=Path(out_dir)))
+
+def test_image_folder_leaves_out_what_leads_out_and_a_picture_that_is_named_may_be_a_link(data, outside, tmp_path):
+    link_to(data, "control/cat.png", outside / "control/cat.png")
+    samples, problems = predict.read_samples(image_flags(data / "control", tmp_path / "out"))
+    assert [s.name for s in samples] == ["good"] and is_one_line(*problems, "control/cat.png", "leads out")
+    samples, problems = predict.read_samples(image_flags(data / "control/cat.png", tmp_path / "out"))
+    assert len(samples) == 1 and not problems
+
+def test_jobs_jsonl_may_name_any_picture_and_a_dataset_given_as_jobs_may_not(data, outside, tmp_path):
+    line = json.dumps(dict(control=[str(outside / "control/cat.png")], prompt="go"))
+    for name, count in (("jobs.jsonl", 1), ("metadata.jsonl", 0)):
+        (tmp_path / "list").mkdir(exist_ok=True)
+        (tmp_path / "list" / name).write_text(line, "utf-8")
+        for root in [tmp_path / "list" / name, tmp_path / "list"][:2 - count]:
+            samples, problems = dataset.read_dataset(root, is_job=True)
+            assert (len(samples), len(problems)) == (count, 1 - count)
+            assert not problems or is_one_line(problems[0], "metadata.jsonl:1", "is no file")
+
+@pytest.mark.parametrize("out", ["../x.png", "/tmp/x.png", "link/x.png", "link/sub/x.png", "a/../../x.png"])
+def test_a_lines_out_stays_below_out_dir_after_links_too(data, outside, tmp_path, out):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/link").symlink_to(outside)
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(dict(image=str(data / "control/cat.png"), prompt="go", out=out)),
+                                         "utf-8")
+    result = run_script("predict.py", "--jobs", tmp_path / "jobs.jsonl", "--out_dir", tmp_path / "out", "--cache_dir",
+                        tmp_path / "c", "--num_inference_steps", 2)
+    assert result.status == 1 and is_one_line(result.errors[0], "out", "below --out_dir")
+    assert {p for p in tmp_path.rglob("*.png")} <= set(before)
+
+def test_a_manifests_absolute_paths_through_a_link_give_names_inside(data, tmp_path):
+    (tmp_path / "x/y").mkdir(parents=True)
+    (tmp_path / "x/y/link").symlink_to(data)
+    shutil.move(data / "target/cat.png", data / "cat.png")
+    row = dict(target=str(data / "cat.png"), control=[str(data / "control/cat.png")], prompt="go")
+    (data / "metadata.jsonl").write_text(json.dumps(row), "utf-8")
+    samples, problems = dataset.read_dataset(tmp_path / "x/y/link/metadata.jsonl")
+    assert [s.name for s in samples] == ["cat"] and not problems
+
+def test_a_table_or_a_folder_that_is_found_is_no_link_to_elsewhere(data, outside, tmp_path):
+    for name in ("metadata.csv", "data.parquet", "train"):
+        source = tmp_path / f"source-{name}"
+        source.mkdir()
+        (outside / "metadata.csv").write_text(f"target,control,prompt\n{outside}/target/cat.png,b.png,{SECRET}\n",
+                                              "utf-8")
+        (source / name).symlink_to(outside / "metadata.csv" if name != "train" else outside)
+        result = run_script("tools/import_data.py", source, tmp_path / f"out-{name}")
+        assert result.status == 1 and is_one_line(result.errors[0], source / name.split("/")[0], "leads out")
+        assert SECRET not in result.err + result.out
+
+def test_a_table_that_is_named_may_name_any_picture_and_nothing_else(data, outside, tmp_path):
+    """A key that it calls a control is not copied."""
+    for name, status in (("control/cat.png", 0), ("key.txt", 1)):
+        row = dict(target=str(data / "target/cat.png"), control=str(outside / name), prompt="go")
+        (tmp_path / "list").mkdir(exist_ok=True)
+        (tmp_path / "list/rows.jsonl").write_text(json.dumps(row), "utf-8")
+        result = run_script("tools/import_data.py", tmp_path / "list/rows.jsonl", tmp_path / f"out{status}")
+        assert result.status == status and SECRET not in result.err + result.out
+        assert (tmp_path / f"out{status}").exists() != bool(status)
+    assert is_one_line(result.errors[0], "key.txt")
+
+NO_TABLES = { # a person's own file of another kind, which holds a key
+    "csv": f"machine hub.co login me password {SECRET}\n", "tsv": f"machine\thub.co\tpassword\t{SECRET}\n",
+    "json": json.dumps(dict(token=SECRET)), "jsonl": json.dumps([SECRET]) + "\n" + json.dumps(SECRET),
+    "parquet": SECRET, "yaml": f"machine: [{SECRET}", "toml": f"machine = {SECRET}", "txt": SECRET}
+
+@pytest.mark.parametrize("kind", NO_TABLES)
+@pytest.mark.parametrize("way", ["a link", "an absolute path", "a path up", "a link that is named"])
+def test_what_is_no_table_is_not_quoted_where_a_strangers_file_or_link_leads_to_it(tmp_path, outside, kind, way):
+    """The line of the error says what to do, and nothing of what is in the file."""
+    (tmp_path / "set").mkdir()
+    key, link, config = outside / f"key.{kind}", tmp_path / f"set/rows.{kind}", tmp_path / "set/d.toml"
+    key.write_text(NO_TABLES[kind], "utf-8")
+    link.symlink_to(key)
+    name = {"an absolute path": str(key), "a path up": f"../home/{key.name}"}.get(way, link.name)
+    config.write_text(f"[[datasets]]\nimage_jsonl_file = {json.dumps(name)}", "utf-8")
+    source = link if way == "a link that is named" else config
+    result = run_script("tools/import_data.py", source, tmp_path / "out")
+    assert result.status == 1 and len(result.errors) == 1 and SECRET not in result.out + result.err
+    named = ("leads out",) if source == link else ("lies outside of", "give this file itself as SOURCE")
+    assert is_one_line(result.errors[0], f".{kind}", *named)
+
+@pytest.mark.parametrize("name", ["jobs.jsonl", "metadata.jsonl"])
+def test_a_manifest_that_is_a_link_is_not_quoted(tmp_path, outside, name):
+    """Of one that lies there the line is."""
+    (outside / name).write_text(f'["prompt", "{SECRET}"]', "utf-8")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).symlink_to(outside / name)
+    for folder, is_quoted in ((tmp_path / "set", False), (outside, True)):
+        samples, problems = dataset.read_dataset(folder / name, is_job=name == "jobs.jsonl")
+        assert not samples and is_one_line(*problems, f"{name}:1") and (SECRET in problems[0]) == is_quoted
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "x.json", "metadata.csv"])
+def test_a_manifest_a_table_and_an_index_have_a_gigabyte_at_most(tmp_path, name):
+    with (tmp_path / name).open("wb") as f:
+        f.truncate(2**31)
+    read = dict(json=index_file.read_index, jsonl=dataset.read_dataset).get(name.split(".")[1])
+    with within(5), refused(name, "over 1,073,741,824 bytes"):
+        if read:
+            read(tmp_path / name)
+        run = run_script("tools/import_data.py", tmp_path / name, tmp_path / "out")
+        raise common.InputError(run.errors[0].removeprefix("error: "))
+
+@pytest.mark.parametrize("content", ["[]", "5", '{"a": 5}', '{"a": [1]}', None])
+def test_a_foreign_list_of_known_pictures_is_left_aside(tmp_path, content):
+    """Though its digest is right; and a FIFO of its name."""
+    path = tmp_path / "pictures.txt"
+    path.write_text(f"{stat_cache.digest_of(content)}\n{content}", "utf-8") if content else os.mkfifo(path)
+    with within(5):
+        assert stat_cache.read_memory(path) == {}
+
+@pytest.mark.parametrize("name", ["pictures.txt", "masks.txt", "models.txt", "x.json"])
+def test_of_a_foreign_cache_no_file_of_gigabytes_is_read_whole(tmp_path, name, monkeypatch):
+    """Neither a list of what is known, nor the index in the place of a new one: they are left aside."""
+    monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("read"))
+    with (tmp_path / name).open("wb") as f:
+        f.write(b'{"version": "2.0", "models"')
+        f.truncate(3 * 10**9)
+    if name == "x.json":
+        index_file.write_index(tmp_path / name, [], {}, {})
+        assert (tmp_path / name).stat().st_size < 1000
+    else:
+        assert stat_cache.read_memory(tmp_path / name) == {}
+
+def test_a_caption_is_a_file_of_a_megabyte_at_most(data, plus):
+    with (data / "target/cat.txt").open("wb") as f:
+        f.truncate(2**31) # two gigabytes, which take no space
+    with within(5):
+        samples, problems = samples_of(plus, data)
+    assert list(samples) == ["good"] and is_one_line(*problems, "target/cat.txt", "over 1,048,576 bytes")
+
+def test_a_merged_model_holds_no_file_that_a_link_of_the_model_names(outside, tmp_path, two_loras):
+    model = copy_model(tmp_path / "model")
+    (model / "tokenizer/notes.txt").symlink_to(outside / "key.txt")
+    result = run_script("tools/convert_lora.py", two_loras[0], "--to", "model", "--model", model, "--out",
+                        tmp_path / "merged", "--dtype", "float32")
+    assert result.status == 1 and is_one_line(result.errors[0], "tokenizer/notes.txt", "leads out")
+    assert not (tmp_path / "merged").exists()
+
+PRUNED = {"latents": lambda c, other: link_to(c, "latents", other / "latents"),
+          "text": lambda c, other: link_to(c, "text", other / "text"),
+          "index": lambda c, other: (c / "x.json").symlink_to(next(other.glob("*.json"))),
+          "plan": lambda c, other: (c / f".planned-{'0' * 32}").symlink_to(next(other.glob("*.json"))),
+          "names": lambda c, other: rename_files(next(c.glob("*.json")), str(other / "latents")),
+          "up": lambda c, other: rename_files(next(c.glob("*.json")), "../other/latents")}
+
+def rename_files(index, folder):
+    index.write_text(index.read_text("utf-8").replace('"latents/', f'"{folder}/'), "utf-8")
+
+@pytest.mark.parametrize("kind", PRUNED)
+def test_prune_deletes_nothing_outside_of_its_cache(data, tmp_path, small, kind):
+    shutil.copytree(small.cache, tmp_path / "cache"), shutil.copytree(small.cache, tmp_path / "other")
+    for file in (tmp_path / "other").glob("*/*"):
+        file.rename(file.with_stem(f"{int(file.stem, 16) ^ 1:032x}")) # which the cache does not know
+    before = sorted((tmp_path / "other").rglob("*"))
+    PRUNED[kind](tmp_path / "cache", tmp_path / "other")
+    result = run_script("tools/prune.py", tmp_path / "cache", "--delete")
+    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0]), result.err
+    assert sorted((tmp_path / "other").rglob("*")) == before
+
+def test_prune_deletes_files_and_links_and_leaves_folders_of_such_names(tmp_path, small):
+    """A stranger's cache may hold a folder where a file is expected: prune.py goes on to the end."""
+    cache_dir, old = shutil.copytree(small.cache, tmp_path / "cache"), time.time() - 10**4
+    folders = [cache_dir / f"latents/{'a' * 32}.safetensors", cache_dir / f".tmp-{'a' * 16}"]
+    for folder in folders:
+        folder.mkdir()
+    files = [cache_dir / f"latents/{'b' * 32}.safetensors", cache_dir / f".tmp-{'b' * 16}"]
+    for file in files:
+        file.touch()
+    links = [cache_dir / f"text/{'c' * 32}.safetensors", cache_dir / f".tmp-{'c' * 16}"]
+    for link in links:
+        link.symlink_to(tmp_path / "nowhere")
+    for path in [*folders, *files, *links]:
+        os.utime(path, (old, old), follow_symlinks=False)
+    result = run_script("tools/prune.py", cache_dir, "--delete")
+    assert result.status == 0 and "4 files" in result.out, result.err
+    assert all(map(Path.is_dir, folders)) and not any(map(os.path.lexists, [*files, *links]))
+
+# ---- indexes ---------------------------------------------------------------------------------------------------------
+
+def first(**changes):
+    """It changes fields of an index's first sample."""
+    return lambda index: index["samples"][0].update(changes)
+
+def hashes(value):
+    """It gives the pictures of an index's first sample another content."""
+    return lambda index: index["samples"][0].update(contents=dict.fromkeys(index["samples"][0]["contents"], value))
+
+def encoding(**changes):
+    return lambda index: index["samples"][0]["encodings"][0].update(changes)
+
+def text(place, value):
+    return lambda index: index["samples"][0]["texts"][0].__setitem__(place, value)
+
+def about(**changes):
+    return lambda index: index["samples"][0]["texts"][0][2].update(changes)
+
+def geometry(**changes):
+    return lambda index: index["geometry"].update(changes)
+
+NAMES = ["/abs", "../../x", "a/../../x", "", ".", "a\0b", "..\\x", "C:\\x", "C:x", "\\\\host\\x", "x" * 300, 5, None,
+         ["a"], "\ud800"]
+FILES = ["/etc/passwd", "../latents/x.safetensors", "latents/../../x.safetensors", "latents/x", "", 5, None, ["a"],
+         f"latents/{'0' * 32}.pt", f"elsewhere/{'0' * 32}.safetensors"]
+SHAPES = [[[1, -4, 4], [1, 4, 4]], [[1, 4, 10**12], [1, 4, 4]], [[2, 4, 4], [1, 4, 4]], [[1, 4], [1, 4, 4]], [], "abc",
+          [[1, 4.5, 4], [1, 4, 4]], [[True, 4, 4], [1, 4, 4]], [[1, 9000, 4], [1, 4, 4]], [[1, 4, 4]] * 3, None, 4,
+          [[1, 4, 4]] * 10**4, [[[1]], [[4]]], [[1, float("nan"), 4], [1, 4, 4]], {"1": 2}, [[1, "4", 4], [1, 4, 4]]]
+HASHES = ["", "0", "0" * 63, "0" * 64 + " in sRGB ", "0" * 64 + "\n", "Z" * 64, " in sRGB", None, 5]
+BAD_INDEXES = {
+    **{f"name {n}": first(name=value) for n, value in enumerate(NAMES)},
+    **{f"root {n}": first(root=value) for n, value in enumerate(NAMES)},
+    **{f"file {n}": encoding(file=value) for n, value in enumerate(FILES)},
+    **{f"file of a text {n}": about(file=value) for n, value in enumerate(FILES)},
+    **{f"img_shapes {n}": encoding(img_shapes=value) for n, value in enumerate(SHAPES)},
+    **{f"tokens {value}": about(tokens=value) for value in (-1, 0, 10**9, 1.5, "5", None, True, [5])},
+    **{f"repeats {value}": first(repeats=value) for value in (0, -1, 10**9, 1.5, "5", None, True)},
+    **{f"prompts {n}": first(prompts=value) for n, value in enumerate([[], "go", [5], None, {"go": 1}])},
+    **{f"controls {n}": first(controls=value) for n, value in enumerate(["a", [5], None, ["a"] * 9, ["a\0b"]])},
+    **{f"sizes {n}": first(sizes=value) for n, value in enumerate([5, [5], [[0, 5]], [["a", 5]], [[1, 2, 3]], None])},
+    **{f"target_pixels {n}": geometry(target_pixels=value)
+       for n, value in enumerate([[], ["x"], ["abc"], [-4], [10**9], "native", None, [1.5], [float("inf")]])},
+    **{f"control_pixels {n}": geometry(control_pixels=value) for n, value in enumerate([["x"], "abc", -4, 10**10])},
+    "upscale": geometry(upscale="yes"), "unknown geometry": geometry(x=1), "geometry": lambda i: i.update(geometry=5),
+    "settings": first(settings=dict(out="/x.png")), "contents": first(contents=[1]),
+    **{f"hash {n}": hashes(value) for n, value in enumerate(HASHES)}, "no contents": first(contents={}),
+    "target": first(target=5), "no target": first(target=None), "mask": first(mask=["a"]),
+    "prompt_sizes": first(prompt_sizes="abc"), "no encodings": first(encodings=[]), "encodings": first(encodings=5),
+    "texts": first(texts={}), "no texts": first(texts=[]), "prompt": text(0, 5), "with pictures": text(1, 1),
+    "about a text": text(2, "abc"), "unknown field": first(evil=1), "models": lambda i: i.update(models=[1]),
+    "a text twice": lambda i: i["samples"][0]["texts"].append(i["samples"][0]["texts"][0]),
+    "no name": lambda i: i["samples"][0].pop("name"), "samples": lambda i: i.update(samples={"a": 1}),
+    "no samples": lambda i: i.update(samples=[]), "no version": lambda i: i.pop("version"),
+    "a sample": lambda i: i["samples"].append(5), "auto mask": encoding(mask="x"),
+    "many uses": lambda i: i.update(samples=[i["samples"][0] | dict(repeats=10_000)] * 1001)}
+
+@pytest.mark.parametrize("kind", BAD_INDEXES)
+def test_a_field_of_an_index_that_cache_py_would_not_write_is_one_line(small, kind):
+    index = json.loads((small.cache / "tiny-data.json").read_bytes())
+    BAD_INDEXES[kind](index)
+    path = small.cache / "stranger.json"
+    path.write_text(json.dumps(index), "utf-8")
+    try:
+        with refused("stranger.json", "run cache.py again"), within(5):
+            index_file.read_index(path)
+    finally:
+        path.unlink()
+
+@pytest.mark.parametrize("content", ["[" * 10**5, "", "5", "null", '{"samples": ' + "[" * 10**5, "\0", "\xff", "[1]"])
+def test_an_index_that_is_none_is_one_line(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(content.encode("latin-1"))
+    with refused("x.json"), within(5):
+        index_file.read_index(tmp_path / "x.json")
+
+def out_of_memory(path):
+    raise MemoryError
+
+@pytest.mark.parametrize("content", ["", "0" * 64])
+def test_a_picture_without_the_hash_that_an_index_names_goes_nowhere(small, tmp_path, outside, content):
+    """Neither into the run's folder, as what a validation compares with, nor on a page: an index may name any picture
+    of the disk, though not its hash. (An empty hash is none, and not one that all have.)"""
+    private = str(save(paint_picture((64, 64), 77), outside / "target/cat.png"))
+    with refused(private, "has changed"):
+        picture_files.read_image(private, content)
+    scan = save(paint_picture(), tmp_path / "scan.tiff") # one that cannot be read whole is not opened, either
+    with pytest.MonkeyPatch.context() as patch, refused(scan):
+        patch.setattr(Path, "read_bytes", out_of_memory)
+        picture_files.read_image(scan, content)
+    validation = ["--val_data", small.folder / "data", "--cache_dir", tmp_path / "cache"]
+    assert run_script("cache.py", *small.cache_flags, *validation).status == 0
+    index = json.loads((tmp_path / "cache/tiny-data-val.json").read_bytes())
+    for sample in index["samples"]:
+        controls = [private] * len(sample["controls"])
+        sample.update(target=private, controls=controls, contents={private: content})
+    stranger = tmp_path / "cache/stranger.json"
+    stranger.write_text(json.dumps(index), "utf-8")
+    run = tmp_path / "run"
+    result = run_script("train.py", *small.flags, "--val_data", stranger, "--max_steps", 1, "--num_inference_steps", 2,
+                        "--out_dir", run)
+    assert result.status == (0 if content else 1), result.err
+    assert bool(list(run.glob("samples/target/*/*.png"))) == bool(content)
+    for path in run.glob("samples/*/*/*.png"):
+        with Image.open(path) as image, Image.open(private) as hidden:
+            assert np.abs(np.asarray(image.resize((64, 64)), int) - np.asarray(hidden, int)).mean() > 10, path
+
+def test_an_index_whose_files_are_links_that_lead_out_is_refused(small, tmp_path):
+    """A link of one file, or of the whole folder."""
+    for name in ("latents", "text"):
+        folder = tmp_path / name
+        shutil.copytree(small.cache, folder / "cache")
+        file = next((folder / "cache" / name).iterdir())
+        file.rename(folder / file.name)
+        file.symlink_to(folder / file.name)
+        with refused(file, "leads out"):
+            index_file.read_index(folder / "cache/tiny-data.json")
+        file.unlink(), (folder / file.name).rename(file)
+        (folder / "cache" / name).rename(folder / name), (folder / "cache" / name).symlink_to(folder / name)
+        with refused(folder / "cache" / name, "leads out"):
+            index_file.read_index(folder / "cache/tiny-data.json")
+
+def shape_of(name, change):
+    """It writes a latents or text file again, with its key and digest, and one tensor changed."""
+    def damage(file):
+        tensors, meta = tensor_files.read_tensors(file, key=file.stem)
+        if name in tensors:
+            tensors[name] = change(tensors[name])
+            tensor_files.write_tensors(file, {k: v for k, v in tensors.items() if v is not None}, meta)
+    return damage
+
+OTHER_SHAPES = {
+    "fewer target tokens": ("latents", "pixel_latent", lambda t: t[1:]), "no target": ("latents", "pixel_latent",
+                                                                                       lambda t: None),
+    "fewer control tokens": ("latents", "control_latent", lambda t: t[1:]),
+    "channels": ("latents", "pixel_latent", lambda t: t[:, 1:]), "three dims": ("latents", "pixel_latent",
+                                                                                lambda t: t[None]),
+    "integers": ("latents", "control_latent", lambda t: t.int()), "text": ("text", "prompt_embed", lambda t: t[1:]),
+    "no dims": ("text", "prompt_embed", lambda t: t.sum()), "no text": ("text", "prompt_embed", lambda t: None)}
+
+@pytest.mark.parametrize("kind", OTHER_SHAPES)
+def test_a_cached_file_of_other_shapes_than_its_index_says_is_one_line_that_names_it(small, tmp_path, kind):
+    folder, name, change = OTHER_SHAPES[kind]
+    shutil.copytree(small.cache, tmp_path / "cache")
+    for file in (tmp_path / "cache" / folder).iterdir():
+        shape_of(name, change)(file)
+    result = train(tmp_path / "cache/tiny-data.json", tmp_path, "--cache_dir", tmp_path / "cache")
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "cache" / folder, name), result.err[-2000:]
+    assert "Traceback" not in result.err
+
+def test_a_prompt_of_another_encoder_s_width_is_one_line(small, tmp_path):
+    """An index does not say the width; the model that is trained does."""
+    shutil.copytree(small.cache, tmp_path / "cache")
+    for file in (tmp_path / "cache/text").iterdir():
+        shape_of("prompt_embed", lambda t: t[:, 1:])(file)
+    result = train(tmp_path / "cache/tiny-data.json", tmp_path, "--cache_dir", tmp_path / "cache")
+    assert result.status == 1 and is_one_line(result.errors[0], "prompt_embed has 63 columns"), result.err[-2000:]
+
+def test_a_cache_is_not_filled_through_a_link(data, tmp_path, small):
+    """Of a stranger's --cache_dir."""
+    (tmp_path / "cache").mkdir(), (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache/latents").symlink_to(tmp_path / "elsewhere")
+    result = run_script("cache.py", "--data", data, "--cache_dir", tmp_path / "cache", *NATIVE)
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "cache/latents", "leads out"), result.err
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+# ---- sizes: of texts, of numbers, of pictures ------------------------------------------------------------------------
+
+def laughs(key, depth=9):
+    """YAML of a few lines that stands for 10^depth values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, depth)]
+    return "\n".join([*lines, f"config: {{process: [{{datasets: [{{folder_path: data, {key}: *a{depth - 1}}}]}}]}}"])
+
+BOMBS = {
+    "laughs": ("x.yaml", laughs("trigger_word")), "laughs in a control": ("x.yaml", laughs("control_path")),
+    "laughs as keys": ("x.yaml", laughs("x").replace("config:", "? *a8\n: 1\nconfig:")),
+    "merges": ("x.yaml", "a0: &a0 {x: 1}\n" + "\n".join(
+        f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 10)) + "\nconfig: *a9"),
+    "itself": ("x.yaml", "a: &a [*a]\nconfig: *a"), "deep yaml": ("x.yaml", "config: " + "[" * 5000),
+    "deep mapping": ("x.yaml", "config: " + "{a: " * 5000), "long": ("x.yaml", "config: " + "x" * 2**21),
+    "deep toml": ("x.toml", "datasets = " + "[" * 10**5), "deep keys": ("x.toml", ".".join("a" * 10**4) + " = 1"),
+    "digits": ("x.toml", "datasets = " + "9" * 10**5), "deep json": ("x.json", '[{"dataset_type": ' + "[" * 10**5),
+    "digits in json": ("x.json", '[{"dataset_type": ' + "9" * 10**5 + "}]"),
+    "infinite": ("x.json", '[{"dataset_type": 1e999}]'), "a date": ("x.toml", "datasets = 2020-01-01"),
+    "dotted key": ("x.toml", "a." * 60_000 + "b = 1"), "dotted table": ("x.toml", "[" + "a . " * 60_000 + "b]"),
+    "quoted keys": ("x.toml", r'"a\"b".' * 60_000 + "b = 1"), "dots in braces": ("x.toml", "c = {" + "'a'." * 60_000
+                                                                                 + "b = 1}"),
+    "one word": ("x.toml", "a" * 10**6), "quotes": ("x.toml", '"' * 10**6), "escapes": ("x.toml", '"' + "\\" * 10**6),
+    "sixties": ("x.yaml", "a: 1" + ":0" * 500_000), "sixties with a point": ("x.yaml", f"a: 1{':0' * 500_000}.5"),
+    "sixties by a tag": ("x.yaml", f"a: !!int '1{':0' * 500_000}'"),
+    "sixties in a mapping": ("x.yaml", f"a: !!int {{=: '1{':0' * 500_000}'}}"),
+    "a long number as a key": ("x.yaml", f"config: {{process: [{{datasets: [{{? 0x{'f' * 5000} : 1}}]}}]}}"),
+    "binary": ("x.yaml", "config: !!binary x"), "python": ("x.yaml", "config: !!python/object/apply:os.system [ls]")}
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_configuration_costs_no_more_than_its_size(tmp_path, kind):
+    name, content = BOMBS[kind]
+    (tmp_path / name).write_text(content, "utf-8")
+    (tmp_path / "data").mkdir()
+    with within(10):
+        result = run_script("tools/import_data.py", tmp_path / name, tmp_path / "out")
+    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0]), result.err[-2000:]
+    assert len(result.err) < 1500
+
+DOTS = ["a = [0.1, 0.2, " + "1.5, " * 100 + "]", "# " + "." * 999 + " a.b.c", "a.b.c.d.e = 1",
+        "a = 'x.png, y.png " + "z.png, " * 99 + "'", "a = '/a.b/c.d/e.f/" * 9]
+
+@pytest.mark.parametrize("text", DOTS)
+def test_dots_that_join_no_keys_are_read(text):
+    """Numbers, names of files, a rule of dots."""
+    from tools import import_configs
+    assert not import_configs.LONG_KEY.search(text)
+
+def test_an_ordinary_alias_is_read(data, tmp_path):
+    (tmp_path / "x.yaml").write_text(f"""
+base: &base {{caption_ext: txt, folder_path: {data}/target, control_path: {data}/control}}
+config: {{process: [{{datasets: [{{<<: *base}}]}}]}}""", encoding="utf-8")
+    assert "2 samples" in run_script("tools/import_data.py", tmp_path / "x.yaml", tmp_path / "out").out
+
+def test_a_picture_that_would_be_computed_too_large_is_one_line(data, tmp_path):
+    """Whoever asks for it: a flag here; a LoRA, a line of jobs.jsonl and a model's folder come the same way."""
+    flags = ["--data", data, "--cache_dir", tmp_path / "cache", "--target_pixels", 5000 * 5000]
+    result = run_script("cache.py", *flags)
+    assert result.status == 1 and is_one_line(result.errors[0], "over 4096x4096"), result.err
+
+def test_a_jpeg_of_a_thousand_scans_is_one_line(tmp_path):
+    """Each scan of a progressive JPEG may be of the whole picture."""
+    save(paint_picture((64, 64)), tmp_path / "a.jpg")
+    with Image.open(tmp_path / "a.jpg") as image:
+        image.save(tmp_path / "b.jpg", progressive=True)
+    data = (tmp_path / "b.jpg").read_bytes()
+    picture_files.read_image(tmp_path / "b.jpg")
+    last = data.rindex(b"\xff\xda")
+    (tmp_path / "b.jpg").write_bytes(data[:last] + data[last:-2] * 1000 + data[-2:])
+    with refused(tmp_path / "b.jpg", "scans"):
+        picture_files.read_image(tmp_path / "b.jpg")
+
+PAIR = dict(target="a.png", prompt="go")
+MANY = {"columns": ("rows.csv", f"target,control,prompt{',a' * 200_000}\n" + "a\n" * 3000, "200,003 columns"),
+        "tabs": ("rows.tsv", "\t" * 200_000 + "\n" + "a\n" * 3000, "200,001 columns"),
+        "short rows": ("rows.csv", f"target,control,prompt{''.join(f',c{n}' for n in range(900))}\n" + "a\n" * 10**6,
+                       "most rows lack most of its 903 columns"),
+        "digits in csv": ("rows.csv", f"target,prompt,control_{'1' * 5000}\na.png,go,b.png\n", "no control"),
+        "digits in jsonl": ("rows.jsonl", json.dumps(PAIR | {f"control_{'1' * 5000}": "b.png"}), "no control"),
+        "digits in json": ("rows.json", json.dumps([PAIR | {f"target_{'1' * 5000}": "b.png"}]), "no control"),
+        "controls": ("rows.jsonl", json.dumps(PAIR | dict(control=["b.png"] * 200_000)),
+                     "200,000 controls, and a sample has 99 at most"),
+        "controls in columns": ("rows.json", json.dumps([PAIR | dict(control_1="b.png", control_2=["b.png"] * 99)]),
+                                "100 controls"),
+        "targets": ("rows.jsonl", json.dumps(PAIR | dict(target=["a.png"] * 200_000, control="b.png")), "several"),
+        "a prompt": ("rows.jsonl", json.dumps(PAIR | dict(control="b.png", prompt="go " * 4_000_000)),
+                     "prompt of 12,000,000 letters; shorten it"),
+        "a key twice": ("rows.json", f'[{{"{"a" * 9999}": 1, "{"a" * 9999}": 2}}]', "twice")}
+
+@pytest.mark.parametrize("kind", MANY)
+def test_a_row_costs_no_more_than_its_size_and_its_error_is_short(tmp_path, kind):
+    name, content, named = MANY[kind]
+    (tmp_path / name).write_text(content, "utf-8")
+    for picture in "ab":
+        save(paint_picture(), tmp_path / f"{picture}.png")
+    with within(5):
+        result = run_script("tools/import_data.py", tmp_path / name, tmp_path / "out")
+    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], name), result.err[-2000:]
+    assert named in result.errors[0] and len(result.err) < 1500
+
+def test_a_table_is_read_a_row_at_a_time(tmp_path):
+    """A row of a hundred letters has a cell for each of a thousand columns, and all of them would take gigabytes."""
+    from tools import import_data
+    (tmp_path / "rows.csv").write_text(",".join(f"c{n}" for n in range(1000)) + "\n" + ("," * 110 + "\n") * 10**5,
+                                       "utf-8")
+    with within(4):
+        where, row = next(import_data.read_rows(tmp_path / "rows.csv"))
+    assert where.endswith("rows.csv:2") and len(row) == 1000
+
+def test_a_parquet_file_has_a_thousand_columns_at_most(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    table = pyarrow.table({f"c{n}": [1] for n in range(1001)})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    result = run_script("tools/import_data.py", tmp_path / "rows.parquet", tmp_path / "out")
+    assert result.status == 1 and is_one_line(result.errors[0], "rows.parquet", "1,000 columns")
+
+def test_a_long_trigger_word_is_not_written_into_a_caption_a_hundred_thousand_times(data, tmp_path):
+    (data / "target/cat.txt").write_text("[name]" * 150_000, "utf-8")
+    (tmp_path / "x.yaml").write_text(json.dumps(dict(config=dict(process=[dict(datasets=[dict(
+        folder_path=f"{data}/target", control_path=f"{data}/control", trigger_word="x" * 500_000)])]))),
+            encoding="utf-8")
+    with within(5):
+        result = run_script("tools/import_data.py", tmp_path / "x.yaml", tmp_path / "out")
+    assert result.status == 1 and is_one_line(result.errors[0], "trigger word of 500,000 letters")
+
+def test_a_manifests_prompt_and_controls_have_limits_before_anything_reads_them(data, plus):
+    """A caption's too, and those of a job."""
+    row = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
+    rows = [row, row | dict(prompt="go " * 4_000_000), row | dict(prompt=["go", "x" * 200_001]),
+            row | dict(control=row["control"] * 200_000), row | dict(control=row["control"] * 100)]
+    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    for is_job in (False, True):
+        with within(5):
+            samples, problems = dataset.read_dataset(data / "metadata.jsonl", is_job)
+        said = ["12,000,000 letters", "200,001 letters", "200,000 controls", "100 controls"]
+        said = said[:1] + said[2:] if is_job else said # a job has one prompt
+        assert len(samples) == 1 and all(any(words in problem for problem in problems) for words in said)
+        assert all(map(is_one_line, problems)) and len(problems) == 4 and max(map(len, problems)) < 300
+    (data / "metadata.jsonl").unlink()
+    (data / "target/cat.txt").write_text("go " * 300_000, "utf-8")
+    with within(5):
+        samples, problems = samples_of(plus, data)
+    assert list(samples) == ["good"] and is_one_line(*problems, "target/cat.txt", "prompt of 900,000 letters")
+
+def test_a_sheet_paints_a_long_prompt_in_no_time():
+    """A cell has room for three hundred letters."""
+    prompt = "".join(map(chr, range(0x4e00, 0x9000))) * 6
+    with within(5):
+        assert contact_sheets.contact_sheet([["a long prompt " * 60_000, contact_sheets.shown_prompt(prompt, "cat")]], ["", ""]).size
+
+def test_repeats_have_a_limit(data):
+    for value in (10_001, 10**9):
+        result = run_script("cache.py", "--data", data, "--repeats", value)
+        assert result.status == 2 and is_one_line(result.errors[0], "--repeats", "1 to 10000")
+
+def test_threads_wait_for_room_and_never_for_each_other(tmp_path, monkeypatch):
+    """All pictures of a sample together: eight threads with two pictures each hold at most what may be in flight."""
+    paths = [save(paint_picture((100, 100), n), tmp_path / f"{n}.png") for n in range(16)]
+    monkeypatch.setattr(picture_files, "MOST", 50_000)
+    most = [0]
+
+    def work(n):
+        with picture_files.reserve_pixels(paths[2 * n:2 * n + 2]):
+            most[0] = max(most[0], sum(picture_files.held.values()))
+            time.sleep(0.05)
+            with picture_files.reserve_pixels(paths[:1]): # a second time: it has its room
+                pass
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    with within(20):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [40_000] and not picture_files.held
+    with within(5), picture_files.reserve_pixels(paths): # larger than all there is: alone
+        assert sum(picture_files.held.values()) == 160_000
+    with picture_files.reserve_pixels([tmp_path / "none.png"]):
+        assert sum(picture_files.held.values()) == 0
+
+@pytest.mark.parametrize("script", ["cache.py", "tools/doctor.py", "tools/import_data.py", "masks"])
+def test_every_reader_of_many_pictures_waits_for_room(data, tmp_path, monkeypatch, script):
+    """Whoever decodes in threads holds room for what it decodes."""
+    save(Image.fromarray(np.arange(4096, dtype=np.uint8).reshape(64, 64)), data / "mask/cat.png")
+    without = []
+    real = picture_files.decode
+
+    def decode(path, content=None):
+        if threading.current_thread() is not threading.main_thread() and not picture_files.held.get(threading.get_ident()):
+            without.append(path)
+        return real(path, content)
+    monkeypatch.setattr(picture_files, "decode", decode)
+    if script == "masks":
+        look, look_mask = dataset.looks(dataset.read_dataset(data)[0], tmp_path / "c")
+    elif script == "cache.py":
+        assert make_cache(data, tmp_path / "c", *NATIVE, "--mask", "auto").status == 0
+    else:
+        out = ["--out", tmp_path / "out"] if "doctor" in script else [tmp_path / "out"]
+        assert run_script(script, data, *out).status == 0
+    assert not without
+
+def plain_at_once(image, path):
+    """to_plain as it was: the whole picture at once."""
+    has_profile, profile = "icc_profile" in image.info, image.info.pop("icc_profile", None)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
+    if has_profile:
+        image = picture_files.to_srgb(image, profile, path)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "I;16", "CMYK", "L", "RGB"])
+def test_a_picture_is_made_plain_in_strips_to_the_same_bits(tmp_path, mode):
+    rng = np.random.default_rng(0)
+    rgba = Image.fromarray(rng.integers(0, 256, (700, 90, 4), dtype=np.uint8))
+    image = Image.fromarray(rng.integers(0, 2**16, (700, 90), dtype=np.uint16)) if mode == "I;16" else (
+        rgba.quantize(50) if mode == "P" else rgba.convert(mode))
+    if mode in ("L", "RGB"):
+        image.info["transparency"] = 5 if mode == "L" else tuple(rgba.getpixel((0, 0))[:3])
+    if mode in ("RGBA", "CMYK"):
+        profile = picture_files.ImageCms.ImageCmsProfile(picture_files.ImageCms.createProfile("sRGB"))
+        image.info["icc_profile"] = profile.tobytes()
+    got, want = picture_files.to_plain(image.copy(), "a"), plain_at_once(image.copy(), "a")
+    assert got.mode == "RGB" and got.tobytes() == want.tobytes()
+
+@pytest.mark.parametrize("kind", ["white on transparency", "one colour", "soft colour", "16 bits", "gray"])
+def test_a_mask_is_read_row_by_row_to_the_same_bits(kind):
+    """As with the formulas for whole arrays, which took 40 bytes a pixel."""
+    rng = np.random.default_rng(0)
+    soft = np.clip(rng.normal(128, 90, (600, 80)), 0, 255).astype(np.uint8)
+    if kind == "16 bits":
+        wide = (soft.astype(np.uint16) * 257)
+        got = mask_files.read_form(Image.fromarray(wide))
+        assert np.array_equal(np.asarray(got), (wide / np.float32(257)).round().astype(np.uint8))
+    elif kind == "gray":
+        assert np.array_equal(np.asarray(mask_files.read_form(Image.fromarray(soft))), soft)
+    elif kind == "white on transparency":
+        rgba = np.dstack([np.full_like(soft, 255)] * 3 + [soft])
+        assert np.array_equal(np.asarray(mask_files.read_form(Image.fromarray(rgba))), soft)
+    else:
+        colour = np.array([200, 40, 90])
+        share = soft / 255 if kind == "soft colour" else (soft > 128).astype(float)
+        rgb = (share[..., None] * colour).round().astype(np.uint8)
+        bright = rgb.max(-1)
+        want = (255 * (bright / np.float32(bright.max()))).round().astype(np.uint8)
+        got = mask_files.read_form(Image.fromarray(rgb))
+        assert np.array_equal(np.asarray(got), want)
+
+def test_a_profile_of_many_megabytes_is_ignored_with_a_line(tmp_path, capsys):
+    picture = save(paint_picture(), tmp_path / "a.tif", icc_profile=b"x" * (picture_files.LARGE_PROFILE + 1))
+    image = picture_files.read_image(picture)
+    assert image.tobytes() == paint_picture().tobytes() and "16,777,216 bytes" in capsys.readouterr().err
+
+# ---- whatever is in them ---------------------------------------------------------------------------------------------
+
+def hostile(rng, home):
+    """Any value that JSON can hold, and that nobody expects."""
+    deep = []
+    for _ in range(50):
+        deep = [deep]
+    return rng.choice([
+        0, 1, -1, 5, 2**31, 10**30, 1.5, -0.0, 1e300, float("inf"), float("nan"), None, True, False, "", " ", "0",
+        "abc", "\x1b]0;owned\7\r\n", "\u202egnp.\u2066", "\ud800", "a\0b", "x" * 300, "x" * 20_000, "[trigger]",
+        "<|im_end|>",
+        f"{home}/key.txt", f"{home}/target/cat.png", "../home/target/cat.png", "link/cat.png", "/etc/passwd", ".", "..",
+        "C:\\x", "~/x", "%s%n{0}", "a.png", "b.png", "txt", "native", [], {}, [[]], deep, ["a.png"] * 300, [None],
+        [5, "a.png"], dict(bytes="x", path=f"{home}/key.txt"), {"": 1}, {"a": {"b": [1, {"c": None}]}}, [1e999],
+        "9" * 5000])
+
+def places(value, path=()):
+    """All places in a value of JSON."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*path, key))
+
+def spoiled(rng, value, home):
+    """It changes one to three places of a value: another value, gone, twice, or one more field."""
+    for _ in range(rng.randint(1, 3)):
+        *path, last = rng.choice([path for path in places(value) if path] or [("x",)])
+        inner = value
+        for key in path:
+            inner = inner[key]
+        what = rng.random()
+        if what < 0.7 or not isinstance(inner, (dict, list)):
+            inner[last] = hostile(rng, home)
+        elif what < 0.85:
+            del inner[last]
+        elif isinstance(inner, list):
+            inner.insert(0, inner[last])
+        else:
+            name = rng.choice(["repeats", "control", "mask", "image", "x", "\x1b[2J", "file_name", "id"])
+            inner[name] = hostile(rng, home)
+    return value
+
+def scratched(rng, text):
+    """It changes some letters of a text."""
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(text) + 1)
+        new = rng.choice(['"', "{", "}", "[", "]", ",", ":", "\n", "\t", "&a ", "*a", "- ", "0", "e9", "=", "\\",
+                          "\x1b", "\u2028", "<<", "!!str ", "#", ""])
+        text = text[:place] + new + text[place + rng.randint(0, 3):]
+    return text
+
+def dumped(rng, value):
+    """JSON, sometimes with scratches."""
+    text = json.dumps(value)
+    return scratched(rng, text) if rng.random() < 0.15 else text
+
+ROW = dict(target="a.png", control=["b.png"], prompt="go", mask="c.png")
+JOB = dict(image=["a.png", "b.png"], prompt="go", out="x/y.png", seed=3, sigmas=[1.0, 0.5], shift=3.0, height=64,
+           width=64, size_from=1, true_cfg_scale=4.0, negative_prompt=" ", num_inference_steps=4)
+MUSUBI = dict(general=dict(caption_extension=".txt", batch_size=1), datasets=[dict(
+    image_directory="set/target", control_directory="set/control", num_repeats=1, resolution=[960, 544])])
+TOOLKIT = dict(job="extension", config=dict(name="x", process=[dict(
+    type="sd_trainer", trigger_word="p3r5on", datasets=[dict(
+        folder_path="set/target", control_path=["set/control"], caption_ext="txt", mask_path=None, num_repeats=1,
+        resolution=[512, 768])])]))
+SIMPLE = [dict(id="a", type="local", instance_data_dir="set/target", conditioning_data=["b"], repeats=0,
+               caption_strategy="textfile", resolution=1024),
+          dict(id="b", type="local", dataset_type="conditioning", conditioning_type="reference_strict",
+               instance_data_dir="set/control", source_dataset_id="a")]
+
+def as_toml(value):
+    """A value as TOML writes it, in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(k))} = {as_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    return {None: '""'}.get(value, json.dumps(value).replace("NaN", "nan").replace("Infinity", "inf"))
+
+def spoiled_index(rng, folder, home, small):
+    index = json.loads((small.cache / "tiny-data.json").read_bytes())
+    (folder / "index.json").write_text(dumped(rng, spoiled(rng, index, home)), "utf-8")
+    return index_file.read_index(folder / "index.json")[0]
+
+def spoiled_manifest(rng, folder, home, small):
+    lines = [dumped(rng, spoiled(rng, json.loads(json.dumps(ROW)), home)) for _ in range(2)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    samples, problems = dataset.read_dataset(folder)
+    for sample in samples:
+        with common.collect_errors(problems):
+            dataset.look_at_sample(sample)
+    assert all(is_one_line(problem) for problem in problems), problems
+    return samples
+
+def spoiled_jobs(rng, folder, home, small):
+    lines = [dumped(rng, spoiled(rng, json.loads(json.dumps(JOB)), home)) for _ in range(2)]
+    (folder / "jobs.jsonl").write_text("\n".join(lines), "utf-8")
+    samples, problems = dataset.read_dataset(folder / "jobs.jsonl", is_job=True)
+    flags = type("Flags", (), dict(flag_types.SAMPLING, **dict.fromkeys(["height", "width", "size_from"]), seed=[0],
+                                   jobs="jobs.jsonl", out_dir=folder / "out"))
+    for sample in samples:
+        with common.collect_errors(problems):
+            predict.complete_settings(sample, flags, shift_terminal=0.02)
+            out = folder / "out" / sample.settings.get("out", "x.png")
+            assert common.is_inside(out, folder / "out")
+            dataset.look_at_sample(sample)
+    assert all(is_one_line(problem) for problem in problems), problems
+
+def imported(source, folder):
+    """What import_data.py does, without the start of a script."""
+    from tools import import_data
+    flags = type("Flags", (), dict(source=source, target=None, control=[], mask=None, prompt=None, alone=False,
+                                   hold_out=0))
+    work = folder / "work"
+    work.mkdir()
+    problems = import_data.convert(flags, {}, work)[1]
+    assert all(is_one_line(problem) for problem in problems), problems
+
+def spoiled_table(kind):
+    def spoil(rng, folder, home, small):
+        rows = [spoiled(rng, json.loads(json.dumps(ROW)), home) for _ in range(2)]
+        table = folder / f"metadata.{kind}"
+        if kind == "csv":
+            cells = [json.dumps(value) if rng.random() < 0.3 else f"{value}" for row in rows for value in row.values()]
+            text = "\n".join(["target,control,prompt,mask", ",".join(cells[:4]), ",".join(cells[4:])])
+            table.write_text(scratched(rng, text), encoding="utf-8", errors="replace")
+        elif kind == "parquet":
+            import pyarrow
+            import pyarrow.parquet
+            try:
+                made = pyarrow.Table.from_pylist(rows)
+                pyarrow.parquet.write_table(made, table)
+            except (pyarrow.ArrowException, UnicodeError, OverflowError, TypeError, AttributeError):
+                table.write_bytes(b"PAR1" + rng.randbytes(100) + b"PAR1") # it cannot hold such a value
+            if rng.random() < 0.3:
+                data = bytearray(table.read_bytes())
+                for _ in range(5):
+                    data[rng.randrange(len(data))] = rng.randrange(256)
+                table.write_bytes(data)
+        elif kind == "json":
+            table.write_text(dumped(rng, rows), "utf-8")
+        imported(folder if rng.random() < 0.7 else table, folder)
+    return spoil
+
+def spoiled_config(suffix, config, dump):
+    def spoil(rng, folder, home, small):
+        value = spoiled(rng, json.loads(json.dumps(config)), home)
+        text = dump(value)
+        path = folder / f"x{suffix}"
+        path.write_text(scratched(rng, text) if rng.random() < 0.3 else text, encoding="utf-8", errors="replace")
+        os.chdir(folder) # where relative paths begin
+        imported(path, folder)
+    return spoil
+
+def lines_of_toml(config):
+    """A table of TOML, with a line for each key."""
+    if not isinstance(config, dict):
+        return as_toml(config)
+    return "\n".join(f"{json.dumps(str(key))} = {as_toml(value)}" for key, value in config.items())
+
+FUZZED = {
+    "index": spoiled_index, "metadata.jsonl": spoiled_manifest, "jobs.jsonl": spoiled_jobs, "csv": spoiled_table("csv"),
+    "json": spoiled_table("json"), "parquet": spoiled_table("parquet"),
+    "toml": spoiled_config(".toml", MUSUBI, lines_of_toml), "yaml": spoiled_config(".yaml", TOOLKIT, json.dumps),
+    "yaml in lines": spoiled_config(".yaml", TOOLKIT, lambda value: yaml.safe_dump(value, allow_unicode=True)),
+    "SimpleTuner": spoiled_config(".json", SIMPLE, json.dumps)}
+
+@pytest.mark.parametrize("kind", FUZZED)
+def test_whatever_is_in_a_file_ends_in_lines_and_touches_nothing_outside(tmp_path, small, outside, monkeypatch, kind):
+    """A folder beside the dataset stays as it is, its key is shown nowhere, and a file takes less than five seconds."""
+    monkeypatch.chdir(tmp_path)
+    sound = tmp_path / "sound"
+    for n, name in enumerate("abc"):
+        save(paint_picture(seed=n, mode="L" if name == "c" else "RGB"), sound / f"{name}.png")
+    add_item(sound / "set", "cat")
+    (sound / "link").symlink_to(outside / "target")
+    before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
+    for seed in range(OPTIONS["fuzz"] or 40):
+        rng, folder = random.Random(f"{kind} {seed}"), tmp_path / "dataset"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(sound, folder, symlinks=True)
+        start, told = time.process_time(), ""
+        try:
+            FUZZED[kind](rng, folder, outside, small)
+        except SystemExit as e:
+            told = str(e)
+            assert is_one_line(told) and len(told) < 3000, (seed, told)
+        except BaseException as e:
+            raise AssertionError(f"{kind}, seed {seed}") from e
+        assert time.process_time() - start < 5, seed
+        assert SECRET not in told
+        copies = filter(Path.is_file, (folder / "work").rglob("*"))
+        assert not [path for path in copies if SECRET.encode() in path.read_bytes()]
+    assert before == {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}

@@ -1,0 +1,735 @@
+"""
+LoRA files and run folders of strangers are data: no name that they say is looked up, no pattern of theirs is a regex
+that hangs, no link of theirs leads out, and whatever they say is taken or refused in one line before the work begins.
+
+$ python -m pytest -q tests/test_foreign_headers.py              # a minute
+$ python -m pytest -q tests/test_foreign_headers.py --fuzz 2000  # so many damages of each file
+"""
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import safetensors.torch
+import torch
+
+import common
+from library.files import sniff, tensor_files
+from library.lora import foreign_loras, layer_patterns, lora_paths
+from training import resume, run_folder
+import predict
+from tests.fuzz import fuzz, nested
+from tests.harness import (TINY, assert_bitwise, layers_of, is_one_line, log_of, lora_file, lora_of, lora_tensors,
+                           refused, renamed, run_script, within)
+
+LAYER = "transformer.transformer_blocks.0.attn.to_q"
+
+def of_diffusers(**config):
+    return dict(lora_adapter_metadata=json.dumps({f"transformer.{k}": v for k, v in config.items()}))
+
+def save(path, tensors, header=None):
+    safetensors.torch.save_file(tensors, path, metadata=header)
+    return path
+
+# ---- run folders: links ----------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def made(small, tmp_path_factory):
+    """A run of two steps, with a checkpoint after each; the names of train.py after it."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    flags = [*small.flags, "--max_steps", 2, "--save_every", 1]
+    result = run_script("train.py", *flags, "--out_dir", folder)
+    assert result.status == 0, result.err
+    return SimpleNamespace(folder=folder, flags=flags, names=result.globals)
+
+@pytest.fixture
+def mine(tmp_path):
+    """A folder of the user's, with files that must stay as they are."""
+    folder = tmp_path / "mine"
+    (folder / "step_0000").mkdir(parents=True)
+    (folder / "step_0000/photo.png").write_bytes(b"mine")
+    (folder / "key.txt").write_text("SECRET KEY\n", "utf-8")
+    (folder / "empty").touch()
+    return folder
+
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+LINKS = { # name in the run folder: what of the user's it leads to
+    "samples": "", "samples/step_000001": "step_0000", "samples/base": "", "samples/target/a.png": "key.txt",
+    ".lock": "empty", "checkpoint-000001": "", "checkpoint-000002": "", "checkpoint-000003": "nothing",
+    "checkpoint-000002/optimizer.safetensors": "key.txt", f"checkpoint-000002/{predict.LORA_FILE}": "key.txt",
+    "log.jsonl": "key.txt", "DONE": "empty", predict.LORA_FILE: "key.txt", "tensorboard": "", "tensorboard/events": "",
+    "wandb": "", "wandb/latest-run": "step_0000", ".tmp-checkpoint-000003": "step_0000", ".tmp-1": "key.txt",
+    "notes/deep/link": "key.txt"}
+
+def put_link(path, target):
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+def find_folder(folder, **flags):
+    args = SimpleNamespace(**dict(out_dir=str(folder), resume=True, plan=False, tracker="none") | flags)
+    return run_folder.find(args, "tiny-data")
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_out_of_a_run_folder_is_named_and_nothing_outside_is_touched(tmp_path, made, mine, name):
+    """With --resume, with --plan, relative or absolute."""
+    run, before = shutil.copytree(made.folder, tmp_path / "run"), contents(mine)
+    put_link(run / name, mine / LINKS[name])
+    for flags in (dict(), dict(plan=True)):
+        with refused(run / name, "link"):
+            find_folder(run, **flags)
+    put_link(run / name, os.path.relpath(mine / LINKS[name], (run / name).parent))
+    with refused(run / name, "link"):
+        find_folder(run)
+    assert contents(mine) == before
+
+@pytest.mark.parametrize("name", ["samples", ".lock", "checkpoint-000001"])
+def test_train_py_looks_before_it_reads(tmp_path, made, mine, name):
+    run, before = shutil.copytree(made.folder, tmp_path / "run"), contents(mine)
+    put_link(run / name, mine / LINKS[name])
+    log = (run / "log.jsonl").read_bytes()
+    result = run_script("train.py", *made.flags, "--out_dir", run, "--resume", "--max_steps", 3)
+    assert result.status == 1 and is_one_line(result.errors[-1], run / name), result.err
+    assert contents(mine) == before and (run / "log.jsonl").read_bytes() == log
+
+@pytest.mark.parametrize("name", [".lock", ".tmp-checkpoint-000001"])
+def test_a_folder_without_a_run_may_have_no_link_either(tmp_path, made, mine, name):
+    """Hidden names do not count as content, so that --out_dir takes such a folder without --resume."""
+    before = contents(mine)
+    put_link(tmp_path / "new" / name, mine / LINKS.get(name, "step_0000"))
+    result = run_script("train.py", *made.flags, "--out_dir", tmp_path / "new")
+    assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / "new" / name), result.err
+    assert contents(mine) == before
+
+def test_the_lock_s_package_does_not_cut_off_a_file_behind_a_link():
+    """CVE-2025-68146 and CVE-2026-22701: mended in 3.20.1 and 3.20.3, which .ci/run tries."""
+    line, = re.findall(r"^filelock>=([\d.]+),", (TINY.parent / "requirements.txt").read_text("utf-8"), re.M)
+    assert tuple(map(int, line.split("."))) >= (3, 20, 3)
+
+def test_the_lean_training_copies_nothing_that_a_link_leads_to(tmp_path, made, mine):
+    """It writes the lines of its log again."""
+    flags = [flag for flag in made.flags if flag != "--val_data"] + ["--out_dir", tmp_path / "run"]
+    assert run_script("tools/lean_train.py", *flags).status == 0
+    put_link(tmp_path / "run/log.jsonl", mine / "key.txt")
+    result = run_script("tools/lean_train.py", *flags, "--resume")
+    assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / "run/log.jsonl"), result.err
+    assert (tmp_path / "run/log.jsonl").is_symlink() and "SECRET" not in result.err
+
+def test_links_that_stay_inside_and_those_of_a_hub_snapshot_are_fine(tmp_path, made):
+    """wandb makes some, a person too, and the run folder itself may be one."""
+    run = shutil.copytree(made.folder, tmp_path / "run")
+    (run / "wandb/run-1").mkdir(parents=True)
+    (run / "wandb/latest-run").symlink_to("run-1")
+    (run / "latest").symlink_to("checkpoint-000002")
+    (tmp_path / "link").symlink_to(run)
+    assert find_folder(run) == run and find_folder(tmp_path / "link") == tmp_path / "link"
+    snapshot = tmp_path / "hub/models--a--b/snapshots/1"
+    (tmp_path / "hub/models--a--b/blobs").mkdir(parents=True)
+    for path in [path for path in made.folder.rglob("*") if path.is_file() and path.name != ".lock"]:
+        blob = tmp_path / "hub/models--a--b/blobs" / path.relative_to(made.folder).as_posix().replace("/", "-")
+        shutil.copy(path, blob)
+        put_link(snapshot / path.relative_to(made.folder), blob)
+    assert find_folder(snapshot) == snapshot
+    assert_bitwise(lora_of(snapshot), lora_of(made.folder))
+
+FORMS = { # what stands in the place of which name: a file, a folder
+    "checkpoint-000002": "file", "checkpoint-000009": "file", "samples": "file", "tensorboard": "file", "wandb": "file",
+    "log.jsonl": "folder", "DONE": "folder", ".lock": "folder", predict.LORA_FILE: "folder"}
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_file_in_the_place_of_a_folder_or_a_folder_of_a_file_is_one_line(tmp_path, made, name):
+    run = shutil.copytree(made.folder, tmp_path / "run")
+    if (run / name).is_dir():
+        shutil.rmtree(run / name)
+    (run / name).unlink(missing_ok=True)
+    (run / name).write_text("", "utf-8") if FORMS[name] == "file" else (run / name).mkdir()
+    result = run_script("train.py", *made.flags, "--out_dir", run, "--resume", "--max_steps", 3)
+    assert result.status == 1 and is_one_line(result.errors[-1], run / name), result.err
+
+@pytest.mark.parametrize("name", [
+    "checkpoint-99999999999999999999", "checkpoint-" + "9" * 200, "checkpoint-" + "9" * 238,
+    "checkpoint-0000000000000000002x", "checkpoint-\u0663"])
+def test_a_checkpoint_of_a_strange_name_does_not_stop_a_run(tmp_path, made, name):
+    """It is damaged, or none: the run goes on from the whole one, and ends with DONE."""
+    run = shutil.copytree(made.folder, tmp_path / "run")
+    shutil.copytree(run / "checkpoint-000002", run / name)
+    result = run_script("train.py", *made.flags, "--out_dir", run, "--resume", "--max_steps", 3)
+    assert result.status == 0 and [r["step"] for r in log_of(run)] == [1, 2, 3], result.err
+    assert (run / "DONE").exists()
+
+def test_find_lora_takes_what_is_inside_a_folder_only(tmp_path, mine, made):
+    """Not through a link to a LoRA elsewhere, to a key, of a checkpoint. A file that is named is taken."""
+    for name in (predict.LORA_FILE, lora_paths.PEFT_FILE, f"checkpoint-000001/{predict.LORA_FILE}"):
+        folder = tmp_path / name.replace("/", "-")
+        put_link(folder / name, mine / "key.txt")
+        with refused(folder / name, "link"):
+            lora_paths.find_lora(folder)
+    put_link(tmp_path / "by_folder/checkpoint-000002", made.folder / "checkpoint-000002")
+    with refused("by_folder", "link"):
+        lora_paths.find_lora(tmp_path / "by_folder")
+    put_link(tmp_path / "named.safetensors", made.folder / predict.LORA_FILE)
+    assert_bitwise(lora_of(tmp_path / "named.safetensors"), lora_of(made.folder))
+
+def test_a_text_file_behind_a_link_is_not_quoted(tmp_path, mine):
+    """Nor is a config beside a LoRA; a text file of its own place is, as a download often is a page of words."""
+    put_link(tmp_path / "lora.safetensors", mine / "key.txt")
+    with refused("lora.safetensors", "text file"):
+        predict.read_lora(tmp_path / "lora.safetensors")
+    with pytest.raises(common.InputError) as e:
+        predict.read_lora(tmp_path / "lora.safetensors")
+    assert "SECRET" not in str(e.value)
+    theirs = tmp_path / "theirs"
+    (mine / "key.txt").write_text('"SECRET KEY"', "utf-8")
+    put_link(theirs / "adapter_config.json", mine / "key.txt")
+    save(theirs / lora_paths.PEFT_FILE, renamed("transformer.", "base_model.model.")(lora_tensors()))
+    with pytest.raises(common.InputError) as e:
+        predict.read_lora(theirs / lora_paths.PEFT_FILE)
+    assert "SECRET" not in str(e.value) and is_one_line(str(e.value), "link")
+    (tmp_path / "words").write_text("Entry not found", "utf-8")
+    with refused("Entry not found"):
+        predict.read_lora(tmp_path / "words")
+
+# ---- run folders: what costs more than it weighs ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", [
+    "fifo", "notes/deep/fifo", "checkpoint-000002/optimizer.safetensors", f"checkpoint-000002/{predict.LORA_FILE}"])
+def test_what_is_neither_file_nor_folder_is_named_and_read_by_nobody(tmp_path, made, name):
+    """A FIFO hangs who reads it, in a checkpoint too."""
+    run = shutil.copytree(made.folder, tmp_path / "run")
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    for flags in (dict(), dict(plan=True)):
+        with within(5), refused(run / name):
+            find_folder(run, **flags)
+    with within(5), refused(run / name):
+        tensor_files.read_tensors(run / name)
+    if "checkpoint" in name:
+        with within(5), refused(run / name):
+            resume.read_checkpoint(run / "checkpoint-000002")
+
+def put_sparse(path, header, size):
+    """Writes a safetensors file whose tensors are a hole of this size: it takes 4 KB of the disk."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + size)
+    return path
+
+@contextlib.contextmanager
+def in_memory(most):
+    """The block takes at most so many bytes more than there are, at any moment."""
+    Path("/proc/self/clear_refs").write_text("5", "utf-8") # the peak begins anew
+    def peak():
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text("utf-8"))[1])
+    before = peak()
+    yield
+    assert peak() - before < most
+
+def sparse_tensor(*shape):
+    return dict(dtype="F32", shape=shape, data_offsets=[0, 4 * math.prod(shape)]), 4 * math.prod(shape)
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", predict.LORA_FILE])
+def test_a_checkpoint_with_holes_is_not_read(tmp_path, made, name):
+    """2 GB of zeros take no place on the disk, and would take 4 GB of the memory."""
+    folder = shutil.copytree(made.folder / "checkpoint-000002", tmp_path / "checkpoint-000002")
+    tensor, size = sparse_tensor(1, 2**29)
+    put_sparse(folder / name, {f"{LAYER}.lora_A.weight": tensor}, size)
+    for optimizer in ("", "torch.optim.AdamW"):
+        word = "larger" if name == predict.LORA_FILE else "over"
+        with in_memory(2**28), within(5), refused(folder / name, word):
+            resume.read_checkpoint(folder, optimizer)
+
+def test_a_lora_with_holes_is_not_read(tmp_path):
+    """As diffusers writes it, as this project does, and as other programs do."""
+    tensor, size = sparse_tensor(1, 2**29)
+    signed = json.dumps({"sha256": tensor_files.NO_DIGEST})
+    for header in ({}, dict(lora_adapter_metadata=signed), dict(alpha="1")):
+        header = {"__metadata__": header, f"{LAYER}.lora_A.weight": tensor}
+        path = put_sparse(tmp_path / "x.safetensors", header, size)
+        with in_memory(2**28), within(5), refused(path, "larger"):
+            predict.read_lora(path)
+
+def test_many_large_matrices_with_holes_are_not_read(tmp_path, monkeypatch):
+    """Each is one that a layer could have."""
+    header, end, bytes_of_one = {}, 0, 4 * 3000 * 20_000
+    monkeypatch.setattr(foreign_loras, "MOST_BYTES", 2**30) # else the file would need 32 GB of address space
+    for n in range(5):
+        header[f"transformer.transformer_blocks.{n}.attn.to_q.lora_A.weight"] = dict(
+            dtype="F32", shape=[3000, 20_000], data_offsets=[end, end + bytes_of_one])
+        end += bytes_of_one
+    path = put_sparse(tmp_path / "x.safetensors", header, end)
+    with in_memory(2**28), within(5), refused(path, "larger"):
+        predict.read_lora(path)
+
+def test_a_long_config_beside_a_lora_is_not_read(tmp_path):
+    path = save(tmp_path / lora_paths.PEFT_FILE, renamed("transformer.", "base_model.model.")(lora_tensors()))
+    (tmp_path / "adapter_config.json").touch()
+    os.truncate(tmp_path / "adapter_config.json", 2**30)
+    with in_memory(2**28), within(5), refused("adapter_config.json", "over"):
+        predict.read_lora(path)
+
+def test_a_log_longer_than_any_is_not_read(tmp_path, made):
+    run = shutil.copytree(made.folder, tmp_path / "run")
+    os.truncate(run / "log.jsonl", common.LONG_TEXT + 1)
+    with within(5), refused(run / "log.jsonl", "over"):
+        find_folder(run)
+
+# ---- run folders: what a checkpoint says -----------------------------------------------------------------------------
+
+def restored(made, folder):
+    """Whether a checkpoint is put back; an InputError passes. The run of `made` is left as it was."""
+    names = made.names
+    checkpoint = resume.read_checkpoint(folder)
+    optimizer = names["make_optimizer"](names["lora"].values())
+    resume.load_checkpoint(checkpoint, names["transformer"], names["lora"], optimizer, names["make_optimizer"])
+    for p in names["lora"].values():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+
+def rewrite(folder, change, name="optimizer.safetensors"):
+    """Writes a checkpoint's file again, after change(tensors, metadata), with the right digest."""
+    key = "lora_adapter_metadata" if name == predict.LORA_FILE else "json"
+    tensors, meta = tensor_files.read_tensors(folder / name, key)
+    change(tensors, meta)
+    tensor_files.write_tensors(folder / name, tensors, meta, key)
+    return folder
+
+def entry_of(meta, key, place=None):
+    return next(entry for entry in meta["optimizer"] if entry[1] == key and place in (None, entry[0]))
+
+def set_entry(place, key, value):
+    """It returns a function that puts an entry in the place of the one of that name, or adds it."""
+    def change(tensors, meta):
+        meta["optimizer"] = [e for e in meta["optimizer"] if e[:2] != [place, key]] + [[place, key, value]]
+    return change
+
+FIRST = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
+OWNED = Path(tempfile.mkdtemp()) / "owned"
+STATES = {
+    "a command": set_entry("self", "x", {"subprocess.call": ["touch", str(OWNED)]}),
+    "a command in a parameter's state": set_entry(FIRST, "exp_avg", {"subprocess.call": ["touch", str(OWNED)]}),
+    "a name": set_entry("group", "lr", {"builtins.max": [1, 2]}),
+    "another kind": set_entry("group", "betas", {"set": [1, 2]}),
+    "two kinds": set_entry("group", "betas", {"list": [1], "tuple": [2]}),
+    "no kind": set_entry("group", "betas", {}),
+    "a method": set_entry("self", "step", 3), "a new attribute": set_entry("self", "evil", 3),
+    "a hook": set_entry("self", "_optimizer_step_pre_hooks", {"dict": []}),
+    "a state": set_entry("self", "state", {"dict": []}), "groups": set_entry("self", "param_groups", {"list": []}),
+    "parameters": set_entry("group", "params", {"list": []}), "a new setting": set_entry("group", "evil", 1),
+    "a text for a number": set_entry("group", "eps", "1e-8"), "a number for two": set_entry("group", "betas", 0.9),
+    "an infinite number": set_entry("group", "weight_decay", math.inf),
+    "NaN": set_entry("group", "eps", math.nan), "a place": set_entry("__class__", "x", 1),
+    "another parameter": set_entry("transformer_blocks.99.x", "step", 1),
+    "a place that is a list": set_entry([], "x", 1),
+    "a key that is a list": set_entry("group", [1], 1), "no tensor of that name": set_entry(
+        FIRST, "exp_avg", {"tensor": ["nothing", False]}),
+    "a path that is no text": set_entry(FIRST, "exp_avg", {"tensor": [[], False]}),
+    "a number for a tensor": set_entry(FIRST, "exp_avg", 1), "a tensor of another": lambda tensors, meta: (
+        entry_of(meta, "exp_avg", FIRST).__setitem__(2, {"tensor": ["step." + FIRST, True]})),
+    "a deep list": set_entry("group", "betas", nested(300)),
+    "an entry of two": lambda tensors, meta: meta["optimizer"].append(["group", "lr"]),
+    "an entry that is a number": lambda tensors, meta: meta["optimizer"].append(3),
+    "nothing": lambda tensors, meta: meta["optimizer"].clear(),
+    "a parameter missing": lambda tensors, meta: meta.update(
+        optimizer=[entry for entry in meta["optimizer"] if entry[0] != FIRST]),
+    "tensors missing": lambda tensors, meta: tensors.clear(),
+    "a tensor of another shape": lambda tensors, meta: tensors.update({"exp_avg." + FIRST: torch.zeros(3)}),
+    "a tensor of integers": lambda tensors, meta: tensors.update(
+        {"exp_avg." + FIRST: tensors["exp_avg." + FIRST].int()}),
+    "a tensor with NaN": lambda tensors, meta: tensors["exp_avg_sq." + FIRST].fill_(math.nan),
+    "a negative step": lambda tensors, meta: tensors["step." + FIRST].fill_(-5),
+    "no list": lambda tensors, meta: meta.update(optimizer={"a": 1}),
+    "no config": lambda tensors, meta: meta.update(config=7),
+    "a step that is a float": lambda tensors, meta: meta.update(step=2.0),
+    "a step that is true": lambda tensors, meta: meta.update(step=True),
+    "a text for a step": lambda tensors, meta: meta.update(step="2")}
+
+@pytest.fixture(scope="module")
+def adam(small, tmp_path_factory):
+    """As `made`, with torch's AdamW, whose state has moments and a step for each parameter."""
+    folder = tmp_path_factory.mktemp("adam") / "run"
+    flags = [*small.flags, "--max_steps", 2, "--save_every", 1, "--optimizer", "torch.optim.AdamW"]
+    result = run_script("train.py", *flags, "--out_dir", folder)
+    assert result.status == 0, result.err
+    return SimpleNamespace(folder=folder, flags=flags, names=result.globals)
+
+def test_a_checkpoint_as_it_is_can_be_restored(adam, tmp_path):
+    """So can one of an older torch, whose groups lacked a setting; a counter may not be missing."""
+    restored(adam, adam.folder / "checkpoint-000002")
+    folder = shutil.copytree(adam.folder / "checkpoint-000002", tmp_path / "checkpoint-000002")
+    rewrite(folder, lambda tensors, meta: meta["optimizer"].remove(entry_of(meta, "foreach", "group")))
+    restored(adam, folder)
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_stranger_s_optimizer_state_is_one_line_and_runs_nothing(tmp_path, adam, kind):
+    """Its digest is right: a stranger can compute it, too."""
+    folder = shutil.copytree(adam.folder / "checkpoint-000002", tmp_path / "checkpoint-000002")
+    rewrite(folder, STATES[kind])
+    with refused(folder):
+        restored(adam, folder)
+    assert not OWNED.exists()
+
+@pytest.mark.parametrize("kind", ["a command", "a method", "a tensor of another shape", "a tensor with NaN"])
+def test_train_py_ends_before_the_first_step_and_changes_nothing(tmp_path, adam, kind):
+    run = shutil.copytree(adam.folder, tmp_path / "run")
+    rewrite(run / "checkpoint-000002", STATES[kind])
+    before = contents(run)
+    result = run_script("train.py", *adam.flags, "--out_dir", run, "--resume", "--max_steps", 3)
+    assert result.status == 1 and is_one_line(result.errors[-1], run / "checkpoint-000002/optimizer.safetensors")
+    assert contents(run) == before and not OWNED.exists()
+
+LORAS = {
+    "a layer missing": lambda tensors, meta: tensors.pop(min(tensors)),
+    "another name": lambda tensors, meta: tensors.update({"evil": tensors.pop(min(tensors))}),
+    "a layer more": lambda tensors, meta: tensors.update({f"{LAYER}x.lora_A.weight": torch.ones(2, 2)}),
+    "another rank": lambda tensors, meta: tensors.update(
+        {k: v[:1] if "_A" in k else v[:, :1] for k, v in tensors.items()}),
+    "another dtype": lambda tensors, meta: tensors.update({k: v.half() for k, v in tensors.items()}),
+    "NaN": lambda tensors, meta: tensors[min(tensors)].fill_(math.nan)}
+
+@pytest.mark.parametrize("kind", LORAS)
+def test_a_checkpoint_with_another_lora_is_one_line(tmp_path, adam, kind):
+    folder = shutil.copytree(adam.folder / "checkpoint-000002", tmp_path / "checkpoint-000002")
+    rewrite(folder, LORAS[kind], predict.LORA_FILE)
+    with refused(folder / predict.LORA_FILE):
+        restored(adam, folder)
+
+CONFIGS = {"a deep list": {"lr": nested(200)}, "long": {"lr": "x" * 10**6}, "a text": {"data_hash": [1]},
+           "controls": {"lr": "\x1b[2J\nerror"}, "empty": {}}
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_checkpoint_s_config_is_compared_whatever_it_says(tmp_path, adam, kind):
+    run = shutil.copytree(adam.folder, tmp_path / "run")
+    change = (lambda tensors, meta: meta.update(config={})) if kind == "empty" else (
+        lambda tensors, meta: meta["config"].update(CONFIGS[kind]))
+    rewrite(run / "checkpoint-000002", change)
+    result = run_script("train.py", *adam.flags, "--out_dir", run, "--resume", "--max_steps", 3)
+    assert result.status == 1 and is_one_line(result.errors[-1], "--resume"), result.err
+    assert len(result.errors[-1]) < 2000 and "\x1b" not in result.err
+
+def test_strange_lines_of_a_log_are_dropped(tmp_path, made):
+    """They would end a validation, which reads the log, or stay in the page."""
+    run = shutil.copytree(made.folder, tmp_path / "run")
+    good = (run / "log.jsonl").read_text("utf-8").splitlines()
+    strange = ["", "[]", "3", "{", "[" * 5000, '{"step": "1"}', '{"step": 1, "val_loss": "x"}', '{"step": true}',
+               '{"step": 1, "val_loss": 1, "pictures": [{"psnr": [1]}]}', '{"step": 1, "val_loss": 1, "pictures": 5}',
+               '{"step": 1, "val_loss": null}', '{"step": []}', "\udc80"]
+    text = "\n".join([*good, *strange])
+    (run / "log.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+    assert resume.clean_folder(run, 2) == good
+    (run / "log.jsonl").write_text('{"command": [], "val_loss": "x"}\n' + good[1], "utf-8")
+    assert resume.clean_folder(run, 2) == good[1:2]
+
+# ---- LoRA files: alpha -----------------------------------------------------------------------------------------------
+
+HUGE = ["1e999", "-1e999", "NaN", "Infinity", "1e300", "2e6", "true", '"8"', "null", "[8]", '{"a": 8}', "9" * 400]
+
+def alpha_files(folder, text):
+    """-> paths of LoRAs, each of which says this alpha in another place."""
+    tensors, word = lora_tensors(), text.strip('"')
+    places = dict(header='"transformer.lora_alpha": %s}',
+                  pattern='"transformer.lora_alpha": 2, "transformer.alpha_pattern": {"to_q": %s}}')
+    peft = renamed("transformer.", "base_model.model.")(tensors)
+    for name, entry in places.items():
+        header = dict(lora_adapter_metadata='{"transformer.r": 2, ' + entry % text)
+        yield save(folder / f"{name}.safetensors", tensors, header)
+    (folder / "peft").mkdir()
+    (folder / "peft/adapter_config.json").write_text('{"r": 2, "lora_alpha": %s}' % text, "utf-8")
+    yield save(folder / "peft" / lora_paths.PEFT_FILE, peft)
+    if re.fullmatch("[-\\w.]+", word) and word not in ("8", "null"): # where a number is a text anyway
+        yield save(folder / "flat.safetensors", tensors, dict(lora_alpha=word, r="2"))
+
+@pytest.mark.parametrize("text", HUGE, ids=lambda text: text[:9])
+def test_an_alpha_that_is_no_finite_number_is_one_line_wherever_it_stands(tmp_path, text):
+    for path in alpha_files(tmp_path, text):
+        with refused(path):
+            predict.read_lora(path)
+    for value in (math.inf, math.nan, 1e30, True):
+        path = save(tmp_path / "x.safetensors", lora_tensors() | {f"{LAYER}.alpha": torch.tensor(value)})
+        with refused(path, "alpha"):
+            predict.read_lora(path)
+
+def test_predict_py_draws_nothing_with_an_infinite_alpha(tmp_path):
+    """It drew black, with status 0."""
+    path = save(tmp_path / "x.safetensors", lora_tensors(), dict(
+        lora_adapter_metadata='{"transformer.r": 2, "transformer.lora_alpha": 1e999}'))
+    result = run_script("predict.py", "--lora", path, "--out_dir", tmp_path / "out")
+    assert result.status == 1 and is_one_line(result.errors[-1], path) and not (tmp_path / "out").exists()
+
+@pytest.mark.parametrize("flags", ["--lora_alpha 1e999", "--lora_alpha nan", "--lora_alpha 1e7"])
+def test_the_flags_have_the_same_limits(flags):
+    result = run_script("train.py", *flags.split())
+    assert result.status == 2 and is_one_line(result.errors[-1], flags.split()[0]), result.err
+
+# ---- LoRA files: names and patterns ----------------------------------------------------------------------------------
+
+SLOW = ["(.+)+!", "(a|a)(a|a)(a|a)", ".*.*.*.*!", "(\\w+\\s?)+$", "(?=x)", "((a))", "a{1000}", "[a-z]+", "(to_q", "\\",
+        "(x+x+)+y", "\\d+\\d+\\d+\\d+!", "to_q)", "*", "\x1b[2J"]
+
+@pytest.mark.parametrize("pattern", SLOW, ids=repr)
+def test_a_pattern_that_could_search_long_is_one_line_at_once(tmp_path, pattern):
+    """In peft these are regexes. In the header, and beside a file of peft's names."""
+    for field in ("rank_pattern", "alpha_pattern"):
+        config = dict(r=2, lora_alpha=2, **{field: {pattern: 2}})
+        path = save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(**config))
+        save(tmp_path / lora_paths.PEFT_FILE, renamed("transformer.", "base_model.model.")(lora_tensors()))
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+        for file in (path, tmp_path / lora_paths.PEFT_FILE):
+            with within(5), refused(file, field):
+                predict.read_lora(file)
+
+@pytest.mark.parametrize("value", [[1], "to_q", 3, True], ids=repr)
+def test_patterns_that_are_none_are_one_line(tmp_path, value):
+    for field in ("rank_pattern", "alpha_pattern"):
+        path = save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(r=2, lora_alpha=2, **{field: value}))
+        with refused(path, field):
+            predict.read_lora(path)
+
+def test_many_patterns_and_wildcards_end_soon(tmp_path):
+    """As many as are taken, in a LoRA of 840 layers."""
+    layers = {f"transformer_blocks.{b}.attn.x{n}": n for b in range(60) for n in range(14)}
+    for patterns in ({f".*{n}.*x{n}": 1 for n in range(20)}, {name: 1 for name in layers},
+                     {f"^({'|'.join(layers)})": 1}, {f"x\\d+{n}": 1 for n in range(2000)}):
+        begun = time.process_time()
+        read = layer_patterns.read_patterns(patterns, "rank_pattern")
+        assert [layer_patterns.of_layer(read, layer, 0) for layer in layers]
+        assert time.process_time() - begun < 10
+    for patterns in ({f".*{n}": 1 for n in range(50)}, {f"x{n}": 1 for n in range(3000)}, {"x" * 300_000: 1}):
+        with pytest.raises(ValueError, match="too many"):
+            layer_patterns.read_patterns(patterns, "rank_pattern")
+
+def test_a_long_pattern_for_many_layers_is_one_line_at_once(tmp_path):
+    """Each of 10,000 layers would go through 200,000 letters; and ours for all layers of the real model are taken."""
+    names = [f"transformer_blocks.{b}.attn.to_q" for b in range(10_000)]
+    tensors = {f"transformer.{name}.lora_{half}.weight": torch.ones(1, 1) for name in names for half in "AB"}
+    pattern = f"^({'|'.join(['x' * 19] * 9_990)})"
+    path = save(tmp_path / "x.safetensors", tensors, of_diffusers(r=1, lora_alpha=1, alpha_pattern={pattern: 2}))
+    with within(10), refused(path, "too many names"):
+        predict.read_lora(path)
+    linears = [name for name in foreign_loras.layer_names().values() if ".0." in name]
+    names = [name.replace(".0.", f".{b}.", 1) for b in range(60) for name in linears]
+    patterns = foreign_loras.meta_of({name: n % 8 for n, name in enumerate(names)})["transformer.alpha_pattern"]
+    config = dict(r=1, lora_alpha=1, rank_pattern={pattern: 1 for pattern in patterns}, alpha_pattern=patterns)
+    foreign_loras.checked("x", config, len(names))
+
+def test_many_small_tensors_are_one_line_at_once(tmp_path):
+    header = {f"t{n}": dict(dtype="F32", shape=[0], data_offsets=[0, 0]) for n in range(100_000)}
+    with within(10), refused("100,000"):
+        predict.read_lora(put_sparse(tmp_path / "x.safetensors", header, 0))
+
+@pytest.mark.parametrize("scale, b", [(1e6, 1.0), (1e-6, 1e36)], ids=["alpha", "lora_B"])
+def test_a_folded_scale_beyond_what_can_be_trained_is_one_line(tmp_path, scale, b):
+    """The scale alone is in its limits; alpha is not, or lora_B overflows."""
+    tensors = {key: torch.full_like(value, b) for key, value in lora_tensors(rank=16).items()}
+    folded = dict.fromkeys(layers_of(tensors), scale)
+    state, meta = predict.read_lora(lora_file(tmp_path, tensors, **{"train.folded": folded}))
+    with refused("x.safetensors", "train.folded"):
+        foreign_loras.unfold("x.safetensors", state, meta)
+
+def test_what_reaches_peft_are_patterns_of_our_own(tmp_path):
+    path = save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(
+        r=2, lora_alpha=2, alpha_pattern={".*\\d+.attn.to_q": 4}, target_modules="(.+)+!", exclude_modules="(.+)+!",
+        layers_to_transform=[0], layers_pattern="(.+)+!", lora_dropout=0.5, modules_to_save=["img_in"]))
+    config = predict.config_of(*predict.read_lora(path))
+    blocks = [f"transformer_blocks.{b}.attn.to_q" for b in (0, 1)]
+    assert config["alpha_pattern"] == {f"^({'|'.join(map(re.escape, blocks))})": 4}
+    assert not {"exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"} & config.keys()
+    assert sorted(config["target_modules"]) == layers_of(lora_tensors())
+    with within(30):
+        predict.load_loras(predict.load_transformer(TINY, "float32"), [path])
+
+KEYS = [".lora_" * 20_000, "lora" * 20_000 + "x", "transformer." * 20_000 + "img_in.lora_A.weight", "lora_A." * 20_000,
+        "transformer_blocks." + "9" * 5000 + ".attn.to_q.lora_A.weight", ".lora_A.weight" * 9000, "_lora." * 20_000,
+        "transformer.img_in" + "x" * 100_000 + ".lora_A.weight", "layers.1" * 20_000,
+        "lora_B." + "a." * 20_000 + "bias"]
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key[:20])
+def test_a_long_name_of_a_tensor_is_one_short_line_at_once(tmp_path, key):
+    for tensors in ({key: torch.ones(2, 2)}, lora_tensors() | {key: torch.ones(2, 2)}):
+        path = save(tmp_path / "x.safetensors", tensors)
+        with within(5), pytest.raises(common.InputError) as e:
+            predict.read_lora(path)
+        assert is_one_line(str(e.value), path) and len(str(e.value)) < 1000
+
+def test_the_words_for_another_model_are_found_in_no_time():
+    """foreign.family's patterns, over names that each of them nearly fits."""
+    names = [word * 20 for word in ("transformer_blocks.1.", "layers_1_", "single_", "te1_te2_", "decoder.", "1" * 40)]
+    begun = time.process_time()
+    sniff.family(names * 3000)
+    assert time.process_time() - begun < 5
+
+def test_more_tensors_than_a_lora_has_are_one_line(tmp_path):
+    path = save(tmp_path / "x.safetensors", {f"x{n}": torch.zeros(0) for n in range(20_001)})
+    with within(20), refused(path, "20,001"):
+        predict.read_lora(path)
+
+# ---- LoRA files: sizes -----------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "rank 0": ((0, 128), (160, 0)), "no inputs": ((2, 0), (160, 2)), "no outputs": ((2, 128), (0, 2)),
+    "rank 4000": ((4000, 4), (4, 4000)), "rank 0 alone": ((0, 0), (0, 0))}
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_lora_of_no_rank_or_too_high_a_rank_is_one_line(tmp_path, kind):
+    a, b = [torch.ones(shape) for shape in SHAPES[kind]]
+    for header in (None, of_diffusers(r=len(a), lora_alpha=1)):
+        path = save(tmp_path / "x.safetensors", {f"{LAYER}.lora_A.weight": a, f"{LAYER}.lora_B.weight": b}, header)
+        with refused(path):
+            predict.load_loras(predict.load_transformer(TINY, "float32", weights=False), [path])
+
+FACTORS = { # of a LoKr or LoHa: shapes, each of a few KB
+    "kron of columns": dict(lokr_w1=(10**5, 1), lokr_w2=(10**5, 1)),
+    "kron of rows": dict(lokr_w1=(1, 10**5), lokr_w2=(1, 10**5)),
+    "narrow": dict(lokr_w1_a=(10**5, 1), lokr_w1_b=(1, 10**5), lokr_w2_a=(10**5, 1), lokr_w2_b=(1, 10**5)),
+    "one narrow": dict(lokr_w1=(1, 1), lokr_w2_a=(10**5, 1), lokr_w2_b=(1, 10**5)),
+    "LoHa of ranks": dict(hada_w1_a=(4, 3000), hada_w1_b=(3000, 4), hada_w2_a=(4, 3000), hada_w2_b=(3000, 4)),
+    "LoHa, outputs": dict(hada_w1_a=(10**6, 1), hada_w1_b=(1, 4), hada_w2_a=(10**6, 1), hada_w2_b=(1, 4)),
+    "no rank": dict(lokr_w1=(4, 4), lokr_w2_a=(4, 0), lokr_w2_b=(0, 4)), "empty": dict(lokr_w1=(0, 0), lokr_w2=(4, 4)),
+    "not equal": dict(lokr_w1=(4, 4), lokr_w2_a=(4, 3), lokr_w2_b=(2, 4)), "one": dict(lokr_w1=(4, 4)),
+    "mixed": dict(lokr_w1=(4, 4), hada_w1_a=(4, 4)), "of LoHa one": dict(hada_w1_a=(4, 4))}
+
+@pytest.mark.parametrize("kind", FACTORS)
+def test_a_lokr_or_loha_of_impossible_size_is_one_line_at_once(tmp_path, kind):
+    path = save(tmp_path / "x.safetensors", {f"{LAYER}.{k}": torch.ones(shape) for k, shape in FACTORS[kind].items()})
+    with within(10), refused(path):
+        predict.read_lora(path)
+
+def test_a_lokr_whose_change_overflows_is_one_line(tmp_path):
+    tensors = {f"{LAYER}.lokr_w1": torch.full((4, 4), 3e38), f"{LAYER}.lokr_w2": torch.full((4, 4), 3e38)}
+    with refused("to_q"):
+        predict.read_lora(save(tmp_path / "x.safetensors", tensors, of_diffusers(r=1, lora_alpha=1e6)))
+
+GEOMETRIES = [["x"], "abc", -4, None, True, {}, dict(target_pixels=10**9), dict(target_pixels=-4),
+              dict(target_pixels="1"), dict(target_pixels=["native"]), dict(target_pixels=1e6),
+              dict(target_pixels=True), dict(upscale=1),
+              dict(upscale="yes"), dict(control_pixels={"a": 1}), dict(control_pixels=None), dict(control_pixels=31),
+              dict(control_pixels=10**400), dict(evil=1)]
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda value: str(value)[:40])
+def test_a_lora_s_sizes_are_such_as_the_flags_take_or_one_line(tmp_path, geometry):
+    """In a file of ours, whose digest is right, in one of diffusers, and in one that other programs write."""
+    if isinstance(geometry, dict) and geometry:
+        geometry = dict(target_pixels=1024**2, control_pixels="native", upscale=True) | geometry
+    meta = {"transformer.r": 2, "transformer.lora_alpha": 2, "train.geometry": geometry}
+    file = tmp_path / "x.safetensors"
+    tensor_files.write_tensors(file, lora_tensors(), meta, "lora_adapter_metadata")
+    others = save(tmp_path / "y.safetensors", lora_tensors(prefix="diffusion_model."), dict(train=json.dumps(meta)))
+    for path in (file, lora_file(tmp_path, lora_tensors(), **meta), others):
+        args = SimpleNamespace(model="tiny", lora=[path], target_pixels=None, control_pixels=None, upscale=None)
+        if geometry is None: # says nothing
+            assert predict.find_geometry(args)["target_pixels"] == ["native"]
+            continue
+        with refused(path, "geometry"):
+            predict.find_geometry(args)
+
+@pytest.mark.parametrize("name", ["lora_adapter_metadata", "train"])
+def test_deep_json_in_a_header_is_no_traceback(tmp_path, name):
+    for text in ("[" * 10**5, '{"a":' * 10**5, '{"transformer.lora_alpha":' + "[" * 900 + "]" * 900 + "}"):
+        path = save(tmp_path / "x.safetensors", lora_tensors(), {name: text})
+        try:
+            predict.read_lora(path)
+        except common.InputError as e:
+            assert is_one_line(str(e), path)
+
+# ---- fuzz ------------------------------------------------------------------------------------------------------------
+
+META = {f"transformer.{k}": v for k, v in dict(
+    r=2, lora_alpha=3, rank_pattern={}, alpha_pattern={"to_q": 4, "^(transformer_blocks\\.0\\.attn\\.to_out\\.0)": 5},
+    use_rslora=False, target_modules=["to_q"], exclude_modules=None, layers_to_transform=None, layers_pattern=None,
+    lora_dropout=0.0, use_dora=False, bias="none", modules_to_save=None).items()} | {
+    "train.step": 2, "train.geometry": dict(target_pixels=1024**2, control_pixels="native", upscale=True),
+    "train.config": {"lr": 1}, "train.versions": {"torch": "2"}, "train.model": "tiny"}
+
+def all_of(path):
+    """What predict.py does with a LoRA's file before it draws."""
+    predict.config_of(*predict.read_lora(path))
+    args = SimpleNamespace(model="tiny", lora=[path], target_pixels=None, control_pixels=None, upscale=None)
+    predict.find_geometry(args)
+
+def test_fuzz_of_a_lora_s_metadata(tmp_path):
+    """Of diffusers, of ours with the right digest, and as flat texts."""
+    tensors, path = lora_tensors(), tmp_path / "x.safetensors"
+    def diffusers(meta):
+        all_of(save(path, tensors, dict(lora_adapter_metadata=json.dumps(meta))))
+    def ours(meta):
+        if isinstance(meta, dict):
+            tensor_files.write_tensors(path, tensors, meta, "lora_adapter_metadata")
+            all_of(path)
+    def flat(meta):
+        if isinstance(meta, dict):
+            all_of(save(path, tensors, {k: v if isinstance(v, str) else json.dumps(v) for k, v in meta.items()}))
+    fuzz("diffusers", META, diffusers)
+    fuzz("ours", META, ours)
+    fuzz("flat", dict(lora_alpha="2", r="2", use_rslora="False", ss_network_alpha="1", format="pt"), flat)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+def test_fuzz_of_peft_s_config(tmp_path):
+    path = save(tmp_path / lora_paths.PEFT_FILE, renamed("transformer.", "base_model.model.")(lora_tensors()))
+    def case(config):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+        all_of(path)
+    fuzz("adapter_config.json", {k.removeprefix("transformer."): v for k, v in META.items() if "train." not in k}, case)
+
+def test_fuzz_of_a_lora_s_tensors(tmp_path):
+    """Their names and shapes: each a JSON value here, which is written if safetensors can."""
+    rng = random.Random(0)
+    names = ["", "lora_A.weight", LAYER, f"{LAYER}.alpha", f"{LAYER}.lora_B.bias", f"{LAYER}.dora_scale",
+             "img_in.lokr_w1", f"{LAYER}.lokr_w1", f"{LAYER}.hada_w1_a", "lora_unet_img_in.lora_down.weight", "\x1b[2J",
+             "x" * 400,
+             f"{LAYER}.lora_A.evil.weight", "transformer.img_in.lora_A.weight", "base_model.model.txt_in.lora_A.weight"]
+    shapes = [(), (0,), (1,), (2, 0), (0, 128), (2, 128), (128, 2), (2, 2, 1, 1), (2, 2, 2), (1, 1, 1, 1, 1)]
+    dtypes = [torch.float32, torch.float16, torch.bool, torch.int8, torch.int64, torch.complex64, torch.float8_e4m3fn]
+    def case(_):
+        tensors = lora_tensors()
+        for _ in range(rng.randint(1, 4)):
+            name = rng.choice([*names, *tensors])
+            tensors[name] = torch.ones(rng.choice(shapes)).to(rng.choice(dtypes))
+            if rng.random() < 0.3:
+                tensors.pop(rng.choice(list(tensors)))
+        all_of(save(tmp_path / "x.safetensors", tensors))
+    fuzz("tensors", {}, case)
+
+def test_fuzz_of_a_safetensors_header(tmp_path):
+    """The JSON before the tensors: names, dtypes, shapes, offsets."""
+    data = safetensors.torch.save(lora_tensors(), of_diffusers(r=2, lora_alpha=2))
+    size = int.from_bytes(data[:8], "little")
+    header, path = json.loads(data[8:8 + size]), tmp_path / "x.safetensors"
+    def case(changed):
+        text = json.dumps(changed).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size:])
+        all_of(path)
+    fuzz("header", header, case)
+
+@pytest.mark.parametrize("part", ["optimizer", "info", "lora"])
+def test_fuzz_of_a_checkpoint(tmp_path, adam, part):
+    """The optimizer's state in JSON, what else its header says, and the LoRA's. With the right digests."""
+    folder = shutil.copytree(adam.folder / "checkpoint-000002", tmp_path / "checkpoint-000002")
+    name = predict.LORA_FILE if part == "lora" else "optimizer.safetensors"
+    key = "lora_adapter_metadata" if part == "lora" else "json"
+    tensors, meta = tensor_files.read_tensors(folder / name, key)
+    parser, config = adam.names["parser"], adam.names["config"]
+    def case(value):
+        if part == "optimizer":
+            value = meta | dict(optimizer=value)
+        if isinstance(value, dict):
+            tensor_files.write_tensors(folder / name, tensors, value, key)
+            checkpoint = resume.read_checkpoint(folder)
+            resume.refuse_changes(folder, checkpoint.info["config"], config, parser)
+            restored(adam, folder)
+    value = {k: v for k, v in meta.items() if k != "optimizer"} if part == "info" else meta
+    if part == "info":
+        real, case = case, lambda value: real(value | dict(optimizer=meta["optimizer"])) if value else None
+    fuzz(f"checkpoint, {part}", meta["optimizer"] if part == "optimizer" else value, case)
+    assert {path.name for path in folder.iterdir()} == {predict.LORA_FILE, "optimizer.safetensors"}

@@ -1,0 +1,853 @@
+"""
+LoRA files: those of any tool are loaded whole or refused; what train.py writes loads in stock diffusers and goes on; a
+LoRA to start from, and one to train on top of.
+"""
+import json
+import math
+import os
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import OPTIONS
+from diffusers import QwenImageTransformer2DModel
+from diffusers.training_utils import cast_training_params
+from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cache
+import common
+from library.cli import flag_types
+from library.files import tensor_files
+from library.lora import foreign_loras
+from library.lora.lora_linear import LoraLinear
+import predict
+import rope_patch
+from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert_bitwise, assert_no_flip_is_silent,
+                           curve, damage_tensors, hot_model, is_one_line, layers_of, log_of, lora_file, lora_of,
+                           lora_tensors, make_batch, patched_copy, refused, rel, renamed, run, run_script, show,
+                           stock_pipeline, train_demo, train_log)
+
+def tiny_with(path, scale=1.0):
+    """The tiny transformer with this LoRA."""
+    transformer = predict.load_transformer(TINY, DTYPE_NAME)
+    predict.load_loras(transformer, [path], [scale])
+    return predict.place_transformer(transformer, DEVICE)
+
+# ---- files of other tools --------------------------------------------------------------------------------------------
+
+def named(prefix, a="lora_A.weight", b="lora_B.weight", flat=False):
+    """-> a function that gives a LoRA's tensors other names; flat: with _ for each point of a layer's."""
+    def rename(tensors):
+        out = {}
+        for key, tensor in tensors.items():
+            layer, half = key.removeprefix("transformer.").rsplit(".lora_", 1)
+            out[f"{prefix}{layer.replace('.', '_') if flat else layer}.{a if half[0] == 'A' else b}"] = tensor
+        return out
+    return rename
+
+as_kohya = named("lora_unet_", "lora_down.weight", "lora_up.weight", flat=True)
+as_comfyui = named("diffusion_model.")
+as_lightning = named("", "lora_down.weight", "lora_up.weight")
+
+def with_alpha(tensors, alpha=1.0, layers="", dtype=torch.float32, shape=()):
+    """An .alpha beside each layer whose name matches."""
+    found = sorted({re.split(r"\.lora[._]", key)[0] for key in tensors if re.search(layers, key)})
+    return tensors | {f"{layer}.alpha": torch.full(shape, alpha, dtype=dtype) for layer in found}
+
+def cast(tensors, dtype):
+    return {k: v.to(dtype) for k, v in tensors.items()}
+
+def mixed_ranks(tensors):
+    """Rank 1 for to_q, where lora_A's second row has no part any more."""
+    return {k: (v[:1] if "lora_A" in k else v[:, :1]).clone() if "to_q" in k else v for k, v in tensors.items()}
+
+def of_diffusers(**config):
+    return dict(lora_adapter_metadata=json.dumps({f"transformer.{k}": v for k, v in config.items()}))
+
+HALF = dict(r=2, lora_alpha=1)
+ROOT = math.sqrt(0.5)
+E4M3 = torch.float8_e4m3fn
+# what is written of a LoRA of rank 2: (tensors, header, adapter_config.json), and its strength in layers by name
+FORMS = {
+    "diffusers": (lambda t: (t,), 1),
+    "diffusers, alpha": (lambda t: (t, of_diffusers(**HALF)), 0.5),
+    "diffusers, rsLoRA": (lambda t: (t, of_diffusers(**HALF, use_rslora=True)), ROOT),
+    "diffusers, patterns": (lambda t: (mixed_ranks(t), of_diffusers(
+        **HALF, rank_pattern={"to_q": 1}, alpha_pattern={"net.2": 6})), {"net.2": 3, "to_q": 1, "": 0.5}),
+    "diffusers, mixed ranks": (lambda t: (mixed_ranks(t),), 1),
+    "alpha tensors": (lambda t: (with_alpha(t),), 0.5),
+    "alpha tensors and metadata": (lambda t: (with_alpha(t), of_diffusers(**HALF)), 0.5),
+    "ComfyUI": (lambda t: (as_comfyui(t),), 1),
+    "ComfyUI, alpha": (lambda t: (with_alpha(as_comfyui(t)),), 0.5),
+    "ComfyUI, alpha equal to the rank": (lambda t: (with_alpha(as_comfyui(t), 2.0),), 1),
+    "ComfyUI, some alphas": (lambda t: (with_alpha(as_comfyui(t), layers="to_q"),), {"to_q": 0.5, "": 1}),
+    "ComfyUI, two alphas": (lambda t: (with_alpha(with_alpha(as_comfyui(t), layers="to_q"), 6., "net"),),
+                            {"to_q": 0.5, "net": 3, "": 1}),
+    "ComfyUI, alphas with a dimension": (lambda t: (with_alpha(as_comfyui(t), shape=(1,)),), 0.5),
+    "ComfyUI, alphas in bf16": (lambda t: (with_alpha(as_comfyui(t), dtype=torch.bfloat16),), 0.5),
+    "ComfyUI, alpha and metadata": (lambda t: (with_alpha(as_comfyui(t)), of_diffusers(**HALF)), 0.5),
+    "ComfyUI, alpha and metadata, rsLoRA": (lambda t: (
+        with_alpha(as_comfyui(t), ROOT * 2), of_diffusers(**HALF, use_rslora=True)), ROOT),
+    "ComfyUI, metadata": (lambda t: (as_comfyui(t), of_diffusers(**HALF)), 0.5),
+    "ComfyUI, mixed ranks": (lambda t: (mixed_ranks(as_comfyui(t)),), 1),
+    "ComfyUI, mixed ranks and alpha": (lambda t: (with_alpha(mixed_ranks(as_comfyui(t))),), {"to_q": 1, "": 0.5}),
+    "ComfyUI, lora_down": (lambda t: (with_alpha(named("diffusion_model.", "lora_down.weight", "lora_up.weight")(t)),),
+                           0.5),
+    "flat header": (lambda t: (as_comfyui(t), dict(lora_alpha="1", r="2")), 0.5),
+    "flat header, diffusers' names": (lambda t: (t, dict(lora_alpha="1", lora_rank="2")), 0.5),
+    "flat header, rsLoRA": (lambda t: (t, dict(lora_alpha="1", r="2", use_rslora="True")), ROOT),
+    "LightX2V": (lambda t: (as_lightning(t), dict(alpha="1.0", rank="2", format="pt")), 0.5),
+    "LightX2V, alpha alone": (lambda t: (as_comfyui(t), dict(alpha="1")), 0.5),
+    "Qwen-Image-Lightning": (lambda t: (with_alpha(as_lightning(t)),), 0.5),
+    "kohya": (lambda t: (with_alpha(as_kohya(t)), dict(ss_network_alpha="1", ss_network_dim="2")), 0.5),
+    "kohya without alpha": (lambda t: (as_kohya(t),), 1),
+    "kohya, some alphas": (lambda t: (with_alpha(as_kohya(t), layers="to_q"),), {"to_q": 0.5, "": 1}),
+    "kohya, alpha lost": (lambda t: (as_kohya(t), dict(ss_network_alpha="1", ss_network_dim="2")), 0.5),
+    "kohya, resized": (lambda t: (with_alpha(as_kohya(t)), dict(ss_network_alpha="1", ss_network_dim="Dynamic")), 0.5),
+    "musubi-tuner, converted": (lambda t: (as_comfyui(t), dict(ss_network_alpha="1", ss_network_dim="2")), 1),
+    "OneTrainer": (lambda t: (with_alpha(named("transformer.", "lora_down.weight", "lora_up.weight")(t)),), 0.5),
+    "OneTrainer, legacy": (lambda t: (with_alpha(named("lora_transformer_", "lora_down.weight", "lora_up.weight",
+                                                       flat=True)(t)),), 0.5),
+    "DiffSynth": (lambda t: (named("", "lora_A.default.weight", "lora_B.default.weight")(t),), 1),
+    "DiffSynth, pipe.dit": (lambda t: (named("pipe.dit.", "lora_A.default.weight", "lora_B.default.weight")(t),), 1),
+    "another adapter's name": (lambda t: (named("transformer.", "lora_A.my_1.weight", "lora_B.my_1.weight")(t),), 1),
+    "peft's names": (lambda t: (named("base_model.model.")(t),), 1),
+    "peft's names, config beside": (lambda t: (named("base_model.model.")(t), {}, HALF), 0.5),
+    "peft's names, transformer": (lambda t: (named("base_model.model.transformer.")(t), {}, HALF), 0.5),
+    "peft's names, patterns": (lambda t: (named("base_model.model.")(t), {}, dict(
+        r=4, lora_alpha=4, rank_pattern={".*": 2}, alpha_pattern={".*to_q": 1})), {"to_q": 0.5, "": 2}),
+    "a whole checkpoint's prefix": (lambda t: (with_alpha(named("model.diffusion_model.")(t)),), 0.5),
+    "transformer twice": (lambda t: (named("transformer.transformer.")(t),), 1),
+    "no prefix": (lambda t: (named("")(t),), 1),
+    "lora.down": (lambda t: (named("transformer.", "lora.down.weight", "lora.up.weight")(t),), 1),
+    "diffusers of old": (lambda t: (named("transformer.", "lora_linear_layer.down.weight",
+                                          "lora_linear_layer.up.weight")(t),), 1),
+    "compiled": (lambda t: (renamed(".attn", "._orig_mod.attn")(named("transformer._orig_mod.")(t)),), 1),
+    "4-D": (lambda t: (with_alpha({k: v[..., None, None] for k, v in as_kohya(t).items()}),), 0.5),
+    "fp16": (lambda t: (cast(t, torch.float16),), 1),
+    "bf16": (lambda t: (cast(with_alpha(as_comfyui(t)), torch.bfloat16),), 0.5),
+    "fp64": (lambda t: (cast(t, torch.float64),), 1),
+    "fp8": (lambda t: (cast(t, E4M3),), 1),
+    "fp8, e5m2": (lambda t: (cast(as_comfyui(t), torch.float8_e5m2),), 1),
+    "fp8, alpha": (lambda t: (cast(with_alpha(as_kohya(t)), E4M3),), 0.5),
+    "fp8, metadata": (lambda t: (cast(t, E4M3), of_diffusers(**HALF)), 0.5),
+}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8, e5m2": torch.float8_e5m2}
+
+def write_form(folder, kind, tensors):
+    """-> its path, and {layer: the change of its weight}, in double precision."""
+    make, strength = FORMS[kind]
+    made, header, config = [*make(tensors), {}, None][:3] if len(make(tensors)) == 1 else [*make(tensors), None][:3]
+    folder.mkdir(exist_ok=True)
+    path = folder / "x.safetensors"
+    safetensors.torch.save_file({k: v.contiguous() for k, v in made.items()}, path, metadata=header or None)
+    if config:
+        (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+    dtype = DTYPES.get(kind, E4M3 if "fp8" in kind else torch.float64)
+    truth = mixed_ranks(tensors) if "mixed" in kind or kind == "diffusers, patterns" else tensors
+    changes = {}
+    for layer in layers_of(truth):
+        a, b = [truth[f"transformer.{layer}.lora_{half}.weight"].to(dtype).double() for half in "AB"]
+        scale = strength if not isinstance(strength, dict) else next(v for k, v in strength.items() if k in layer)
+        changes[layer] = scale * b @ a
+    return path, changes
+
+def changes_of(transformer, adapter="lora0"):
+    """-> {layer: what this adapter adds to its weight}, without the strength that it is loaded with."""
+    layers = {name: m for name, m in transformer.named_modules() if adapter in getattr(m, "lora_A", {})}
+    return {name: m.scaling[adapter] * m.lora_B[adapter].weight.double() @ m.lora_A[adapter].weight.double()
+            for name, m in layers.items()}
+
+def assert_same_changes(got, want, limit=1e-6):
+    assert got.keys() == want.keys()
+    worst = max((rel(got[layer], want[layer]), layer) for layer in want)
+    assert worst[0] <= limit, worst
+
+def tiny_in_fp32(paths, scales=None):
+    transformer = predict.load_transformer(TINY, "float32")
+    predict.load_loras(transformer, paths, scales)
+    return transformer
+
+SOME_ALPHAS = ["ComfyUI, some alphas", "ComfyUI, two alphas", "kohya, some alphas"]
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_lora_of_any_tool_has_its_strength_in_every_layer(tmp_path, kind, capfd):
+    """Alone, at a scale, as the second of two, and as the LoRA that a training starts from; without a word but for what
+    is in doubt."""
+    path, want = write_form(tmp_path / "a", kind, lora_tensors())
+    assert_same_changes(changes_of(tiny_in_fp32([path])), want)
+    error = capfd.readouterr().err
+    doubtful = kind in ("musubi-tuner, converted", "peft's names", *SOME_ALPHAS)
+    assert len(error.splitlines()) == doubtful and error.startswith("warning: " if doubtful else ""), error
+    other = lora_file(tmp_path, lora_tensors(rank=3))
+    both = tiny_in_fp32([other, path], [1.0, 0.25])
+    assert_same_changes(changes_of(both, "lora1"), {layer: change / 4 for layer, change in want.items()})
+    transformer = predict.load_transformer(TINY, "float32")
+    predict.add_lora(transformer, **predict.config_of(*predict.read_lora(path)))
+    predict.load_weights(transformer, predict.read_lora(path)[0], path)
+    assert_same_changes(changes_of(transformer, "default"), want)
+
+def comfyui_changes(path):
+    """-> {layer: what ComfyUI adds to its weight}: alpha / rank, or 1 without an alpha, and no metadata."""
+    tensors, changes = safetensors.torch.load_file(path), {}
+    for key in [key for key in tensors if key.endswith(".lora_A.weight")]:
+        layer = key.removesuffix(".lora_A.weight")
+        a, b = tensors[key].double(), tensors[f"{layer}.lora_B.weight"].double()
+        alpha = tensors[f"{layer}.alpha"].item() if f"{layer}.alpha" in tensors else len(a)
+        changes[layer.removeprefix("diffusion_model.")] = alpha / len(a) * b @ a
+    return changes
+
+CONVERTED = ["diffusers", "diffusers, rsLoRA", "diffusers, patterns", "ComfyUI, two alphas",
+             "ComfyUI, mixed ranks and alpha", "alpha tensors and metadata", "LightX2V", "kohya", "OneTrainer",
+             "OneTrainer, legacy", "DiffSynth, pipe.dit", "peft's names, patterns", "4-D", "bf16", "fp8, metadata"]
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_a_converted_lora_of_any_tool_is_the_same(tmp_path, kind):
+    """For ComfyUI, for diffusers, and merged into a model."""
+    path, want = write_form(tmp_path / "a", kind, lora_tensors())
+    for to in ("comfyui", "diffusers", "model")[:3 if kind in CONVERTED[:4] else 2]:
+        out = tmp_path / ("merged" if to == "model" else f"{to}.safetensors")
+        more = ["--dtype", "float32"] if to == "model" else []
+        result = run_script("tools/convert_lora.py", path, "--to", to, "--out", out, *more)
+        assert result.status == 0 and len(result.err.splitlines()) == (kind in SOME_ALPHAS), result.err
+        if to == "comfyui":
+            assert_same_changes(comfyui_changes(out), want)
+        if to != "model":
+            assert_same_changes(changes_of(tiny_in_fp32([out])), want)
+            continue
+        base, merged = [safetensors.torch.load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
+                        for folder in (TINY, out)]
+        assert_same_changes({layer: merged[f"{layer}.weight"].double() - base[f"{layer}.weight"].double()
+                             for layer in want}, want, 1e-5) # of weights that are much larger
+    pipe = stock_pipeline(TINY)
+    pipe.load_lora_weights(str(tmp_path / "diffusers.safetensors"), adapter_name="lora0")
+    assert_same_changes(changes_of(pipe.transformer), want)
+
+LAYER = "transformer.transformer_blocks.0.attn.to_q"
+A, B = f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"
+TOP = ["img_in", "txt_in", "proj_out", "norm_out.linear", "time_text_embed.timestep_embedder.linear_1",
+       "time_text_embed.timestep_embedder.linear_2"]
+
+def test_every_linear_layer_of_the_model_is_found_by_each_name_of_it():
+    model = predict.load_transformer(TINY, "float32", weights=False)
+    names = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert set(TOP) <= set(names)
+    for name in names:
+        flat = name.replace(".", "_")
+        for text in (name, f"diffusion_model.{name}", f"base_model.model.{name}", f"lora_unet_{flat}",
+                     f"lycoris_{flat}", f"lora_transformer_{flat}", f"transformer_{flat}"):
+            assert foreign_loras.find_layer(text) == name, text
+    far = "transformer_blocks_59_img_mlp_net_0_proj"
+    assert foreign_loras.find_layer(f"lora_unet_{far}") == "transformer_blocks.59.img_mlp.net.0.proj"
+
+FLUX = {"transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight": torch.ones(2, 8)}
+BAD_LORAS = { # what becomes of a good one's six layers, and what the error counts or names
+    "nothing in it": (lambda t: {}, "no LoRA"),
+    "another model's layers": (renamed("to_q", "qkv"), "4 of 12"),
+    "more blocks than the model has": (renamed("blocks.1", "blocks.57"), "6 of 12", "blocks.57"),
+    "A only": (lambda t: {k: v for k, v in t.items() if "lora_A" in k}, "lora_A"),
+    "one B missing": (lambda t: {k: v for k, v in t.items() if k != B}, "to_q"),
+    "wrong width": (lambda t: t | {A: torch.ones(2, 96)}, "to_q", "96", "1 of 12"),
+    "A and B of different rank": (lambda t: t | {B: torch.ones(128, 4)}, "to_q"),
+    "a vector": (lambda t: t | {A: torch.ones(128)}, "to_q"),
+    "a convolution": (lambda t: t | {A: torch.ones(2, 128, 3, 3)}, "to_q"),
+    "int8": (lambda t: t | {A: torch.ones(2, 128, dtype=torch.int8)}, "int8"),
+    "NaN": (lambda t: t | {A: t[A].index_fill(1, torch.tensor(5), math.nan)}, "to_q"),
+    "NaN in ComfyUI's": (lambda t: as_comfyui(t | {A: t[A].index_fill(1, torch.tensor(5), math.nan)}), "to_q"),
+    "a checkpoint": (lambda t: {f"{LAYER}.weight": torch.ones(128, 128)}, "no LoRA"),
+    "a whole transformer": (lambda t: {"model.diffusion_model.transformer_blocks.0.attn.add_q_proj.weight":
+                                       torch.ones(8, 8)}, "whole transformer", "--transformer"),
+    "a VAE": (lambda t: {"decoder.conv_in.weight": torch.ones(8, 8)}, "a VAE"),
+    "a text encoder's": (renamed("transformer.transformer_blocks", "text_encoder.layers"), "text encoder", "12 of 12"),
+    "a text encoder's beside": (lambda t: t | {"lora_te_layers_0_mlp.lora_down.weight": torch.ones(2, 8)},
+                                "text encoder", "1 of 13"),
+    "Flux": (lambda t: FLUX, "Flux"), "Flux beside": (lambda t: t | FLUX, "Flux", "1 of 13"),
+    "Flux of kohya": (lambda t: as_kohya(renamed("transformer_blocks", "double_blocks")(t)), "Flux"),
+    "SDXL": (lambda t: {"lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight":
+                        torch.ones(2, 8)}, "SDXL"),
+    "Wan": (lambda t: {"diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.ones(2, 8)}, "Wan"),
+    "Wan of kohya": (lambda t: {"lora_unet_blocks_0_cross_attn_k.lora_down.weight": torch.ones(2, 8)}, "Wan"),
+    "Z-Image": (lambda t: {"diffusion_model.layers.0.attention.to_q.lora_A.weight": torch.ones(2, 8)}, "Z-Image"),
+    "LTX": (lambda t: {"transformer.transformer_blocks.0.attn1.to_q.lora_A.weight": torch.ones(2, 8)}, "LTX"),
+    "of a layer that is not linear": (renamed("to_q", "norm_q"), "norm_q", "4 of 12"),
+    "kohya of another model": (lambda t: as_kohya(renamed("attn.to_q", "self_attn.qkv")(t)), "4 of 12"),
+    "a LoKr of another model": (lambda t: {"lycoris_unet_x.lokr_w1": torch.ones(2, 2)}, "lokr_w1"),
+    "a DoRA of kohya": (lambda t: as_kohya(t) | {"lora_unet_x.dora_scale": torch.ones(128, 1)}, "DoRA"), # loads by half
+    "a DoRA": (lambda t: t | {A.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(128)}, "DoRA"),
+    "a Tucker": (lambda t: as_kohya(t) | {"lora_unet_x.lora_mid.weight": torch.ones(2, 2, 1, 1)}, "lora_mid"),
+    "diff_b": (lambda t: as_comfyui(t) | {"diffusion_model.img_in.diff_b": torch.ones(8)}, "diff_b"),
+    "biases": (lambda t: t | {f"{LAYER}.lora_B.bias": torch.ones(160)}, "bias"),
+    "two copies": (lambda t: t | as_comfyui({k: v + 1 for k, v in t.items()}), "two tensors"),
+    "alone": (lambda t: t | {"transformer.img_in.alpha": torch.tensor(1.0)}, "img_in"),
+}
+
+@pytest.mark.parametrize("kind", BAD_LORAS)
+def test_a_lora_that_does_not_fit_is_one_line_with_counts(tmp_path, kind, capfd):
+    """diffusers itself only warns, and draws the base model's picture. No library says a word before that line."""
+    change, *words = BAD_LORAS[kind]
+    with refused(tmp_path, *words):
+        tiny_with(lora_file(tmp_path, {k: v.contiguous() for k, v in change(lora_tensors()).items()}))
+    assert capfd.readouterr() == ("", "")
+
+DIFFER = {
+    "alpha tensors, metadata": (lambda t: with_alpha(as_comfyui(t)), of_diffusers(r=2, lora_alpha=2), None,
+                                "its alpha tensors", "lora_adapter_metadata"),
+    "alpha tensors, flat": (lambda t: with_alpha(as_comfyui(t)), dict(lora_alpha="2", r="2"), None,
+                            "its alpha tensors", "alpha in its header"),
+    "alpha tensors, rsLoRA": (lambda t: with_alpha(as_comfyui(t)), of_diffusers(**HALF, use_rslora=True), None,
+                              "its alpha tensors", "lora_adapter_metadata"),
+    "metadata, flat": (lambda t: t, of_diffusers(**HALF) | dict(lora_alpha="2"), None, "lora_adapter_metadata",
+                       "alpha in its header"),
+    "metadata, config beside": (named("base_model.model."), of_diffusers(**HALF), dict(r=2, lora_alpha=2),
+                                "lora_adapter_metadata", "adapter_config.json"),
+    "rank in the header": (lambda t: t, of_diffusers(r=4, lora_alpha=4), None, "lora_adapter_metadata", "rank 4"),
+    "rank beside": (named("base_model.model."), {}, dict(r=4, lora_alpha=4), "adapter_config.json", "rank 4"),
+    "one layer": (lambda t: t | {f"{LAYER}.alpha": torch.tensor(8.0)}, of_diffusers(**HALF), None, "to_q")}
+
+@pytest.mark.parametrize("kind", DIFFER)
+def test_two_different_alphas_are_an_error_that_names_both_places(tmp_path, kind):
+    change, header, config, *words = DIFFER[kind]
+    safetensors.torch.save_file(change(lora_tensors()), tmp_path / "x.safetensors", metadata=header or None)
+    if config:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+    with refused(tmp_path / "x.safetensors", *words):
+        predict.read_lora(tmp_path / "x.safetensors")
+
+@pytest.mark.parametrize("header", [
+    dict(lora_alpha="much"), dict(alpha="nan", rank="2"), of_diffusers(r=2, lora_alpha="x"), dict(alpha="1", rank="0"),
+    of_diffusers(**HALF, use_dora=True) | dict(alpha="1")], ids=str)
+def test_an_alpha_that_is_no_number_or_a_variant_is_one_line(tmp_path, header):
+    safetensors.torch.save_file(lora_tensors(), tmp_path / "x.safetensors", metadata=header)
+    with refused(tmp_path / "x.safetensors"):
+        predict.read_lora(tmp_path / "x.safetensors")
+
+@pytest.mark.parametrize("kind, change, header", [
+    ("lora_B", lambda t: {k: v * 0 if "lora_B" in k else v for k, v in t.items()}, {}),
+    ("lora_A", lambda t: {k: v * 0 if "lora_A" in k else v for k, v in t.items()}, {}),
+    ("a half each", lambda t: {k: v * 0 if ("to_q" in k) == ("lora_A" in k) else v for k, v in t.items()}, {}),
+    ("ComfyUI", lambda t: as_comfyui({k: v * 0 if "lora_B" in k else v for k, v in t.items()}), {}),
+    ("alpha", dict, of_diffusers(r=2, lora_alpha=0)), ("alpha tensors", lambda t: with_alpha(t, 0.0), {})])
+def test_a_lora_without_effect_loads_with_one_line(tmp_path, kind, change, header, capfd):
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file(change(lora_tensors()), path, metadata=header or None)
+    for _ in range(2):
+        tiny_in_fp32([path])
+    error = capfd.readouterr().err
+    assert error.startswith(f"warning: {path}: has no effect") and len(error.splitlines()) == 1, error
+
+def test_a_file_that_has_lost_some_alphas_loads_with_one_line(tmp_path, capfd):
+    tensors = {k: v for k, v in with_alpha(as_comfyui(lora_tensors())).items() if "to_q.alpha" not in k}
+    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
+    predict.read_lora(tmp_path / "x.safetensors")
+    error = capfd.readouterr().err
+    assert "no alpha tensor" in error and "to_q" in error and len(error.splitlines()) == 1, error
+
+def test_a_negative_alpha_is_one_line(tmp_path, capfd):
+    safetensors.torch.save_file(with_alpha(lora_tensors(), -2.0), tmp_path / "x.safetensors")
+    predict.read_lora(tmp_path / "x.safetensors")
+    error = capfd.readouterr().err
+    assert "negative alpha, -2" in error and len(error.splitlines()) == 1, error
+
+def test_ours_before_the_first_step_has_no_effect_and_after_it_has(tmp_path, capfd):
+    transformer = predict.load_transformer(TINY, "float32")
+    predict.add_lora(transformer, r=2, target_modules=["to_q"])
+    predict.save_lora(tmp_path / "a.safetensors", transformer, {})
+    predict.read_lora(tmp_path / "a.safetensors")
+    assert "has no effect" in capfd.readouterr().err
+    for m in transformer.modules():
+        if hasattr(m, "lora_B"):
+            m.lora_B["default"].weight.data[0] = 1
+    predict.save_lora(tmp_path / "b.safetensors", transformer, {})
+    predict.read_lora(tmp_path / "b.safetensors")
+    assert capfd.readouterr() == ("", "")
+
+# ---- our own files after other programs, and after damage ------------------------------------------------------------
+
+@pytest.fixture
+def own(tmp_path):
+    """A checkpoint's LoRA, whose alpha is not its rank."""
+    transformer = predict.load_transformer(TINY, "float32")
+    torch.manual_seed(0)
+    predict.add_lora(transformer, r=2, lora_alpha=3, target_modules=["1.attn.to_q"], init_lora_weights=False)
+    predict.save_lora(tmp_path / "own.safetensors", transformer, dict(step=3))
+    return tmp_path / "own.safetensors"
+
+def rewritten(path, change=dict, **entries):
+    """As a metadata editor or a dtype converter writes it."""
+    with safetensors.safe_open(path, "pt") as f:
+        header = f.metadata()
+    out = path.with_name("rewritten.safetensors")
+    safetensors.torch.save_file(change(safetensors.torch.load_file(path)), out, metadata=header | entries)
+    return out
+
+def test_our_lora_with_an_edited_header_or_cast_loads_with_one_line(own, capfd):
+    """Its tensors and our own entry are intact, or it was cast as a whole; the alpha is kept."""
+    want, wanted_meta = predict.read_lora(own)
+    assert not capfd.readouterr().err
+    edited = rewritten(own, **{"modelspec.title": "snow", "format": "pt"})
+    for _ in range(2):
+        state, meta = predict.read_lora(edited)
+    assert_bitwise(state, want)
+    error = capfd.readouterr().err
+    assert meta == wanted_meta and error.startswith(f"warning: {edited}: ") and "header was edited" in error
+    assert len(error.splitlines()) == 1
+    for dtype in (torch.float16, torch.bfloat16, E4M3):
+        file = rewritten(own, lambda t: cast(t, dtype), **{"modelspec.title": str(dtype)})
+        got = changes_of(tiny_in_fp32([file]))
+        truth = {k: v.to(dtype).double() for k, v in want.items()}
+        assert_same_changes(got, {name: 1.5 * truth[f"transformer.{name}.lora_B.weight"] @ truth[
+            f"transformer.{name}.lora_A.weight"] for name in layers_of(want)})
+        error = capfd.readouterr().err
+        assert "was cast from torch.float32" in error and len(error.splitlines()) == 1, error
+
+def test_a_changed_weight_or_entry_of_our_lora_is_refused_with_the_way_to_use_it(own, tmp_path):
+    """The same names, shapes and dtypes: it may be damage. The command of the error line makes a file of it that is
+    used, at the scale of its own header."""
+    with safetensors.safe_open(own, "pt") as f:
+        text = f.metadata()["lora_adapter_metadata"]
+    def one_weight(tensors):
+        min(tensors.values(), key=len).view(-1)[5] += 1
+        return tensors
+    for entry in (text.replace('"train.step": 3', '"train.step": 4'), text.replace('lora_alpha": 3', 'lora_alpha": 2')):
+        assert entry != text
+        with refused("rewritten", "digest"):
+            predict.read_lora(rewritten(own, lora_adapter_metadata=entry))
+    changed = rewritten(own, one_weight)
+    with pytest.raises(common.InputError) as e:
+        predict.read_lora(changed)
+    assert is_one_line(str(e.value), "digest", "on purpose", changed)
+    words = shlex.split(str(e.value).split("what this makes: ")[1])
+    assert words[:2] == ["python", "tools/convert_lora.py"] and words[-1] == "NEW.safetensors"
+    result = run_script(*words[1:-1], tmp_path / "new.safetensors")
+    assert result.status == 0, result.err
+    want = changes_of(tiny_in_fp32([rewritten(own, one_weight, lora_adapter_metadata=json.dumps(
+        {key: value for key, value in json.loads(text).items() if key.startswith("transformer.")}))]))
+    assert_same_changes(changes_of(tiny_in_fp32([tmp_path / "new.safetensors"])), want)
+
+def resized(tensors, rank):
+    """As a program does it that keeps the product of the two matrices as far as it can: sd-scripts' resize_lora.py."""
+    out = {}
+    for layer in layers_of(tensors):
+        a, b = [f"transformer.{layer}.lora_{half}.weight" for half in "AB"]
+        u, s, v = torch.linalg.svd(tensors[b] @ tensors[a], full_matrices=False)
+        out |= {a: v[:rank].contiguous(), b: (u * s)[:, :rank].contiguous()}
+    return out
+
+def half(tensors):
+    return {k: v.half() if "lora_A" in k else v for k, v in tensors.items()}
+
+def without_a_layer(tensors):
+    return {k: v for k, v in tensors.items() if "blocks.0." not in k}
+
+def twice(tensors):
+    """As merging tools join two LoRAs, at the strengths 1 and 1."""
+    return {k: torch.cat([v, v], dim=0 if "lora_A" in k else 1) for k, v in tensors.items()}
+
+# how another program changes a file whose header it keeps, and by which factor that changes what the LoRA does
+CHANGES = dict(
+    resized=(lambda t: resized(t, 1), None), lengthened=(lambda t: resized(t, 5), 1), joined=(twice, 2),
+    half_cast=(half, 1), without_a_layer=(without_a_layer, 1), renamed=(renamed("transformer.", "diffusion_model."), 1))
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_our_lora_changed_by_another_program_is_used_at_the_scale_of_its_header(tmp_path, kind, capfd):
+    """A checkpoint's, whose alpha is not its rank: a change that no flipped bit makes is used, with a line that says
+    so, and one more if the ranks of its header are not those of its tensors."""
+    transformer = predict.load_transformer(TINY, "float32")
+    torch.manual_seed(0)
+    predict.add_lora(transformer, r=2, lora_alpha=3, target_modules=["0.attn.to_q", "1.attn.to_q"],
+                     init_lora_weights=False)
+    own = tmp_path / "own.safetensors"
+    predict.save_lora(own, transformer, dict(step=3))
+    change, factor = CHANGES[kind]
+    file = rewritten(own, change)
+    got = changes_of(tiny_in_fp32([file]))
+    lines = capfd.readouterr().err.splitlines()
+    assert "was changed by another program" in lines[0] and all(str(file) in line for line in lines), lines
+    other_rank = kind in ("resized", "lengthened", "joined")
+    assert ["the scale of the header is kept, 1.5" in line for line in lines] == [False, True][:1 + other_rank], lines
+    tensors = safetensors.torch.load_file(own)
+    if kind == "resized":
+        tensors, factor = resized(tensors, 1), 1
+    want = {}
+    for layer in layers_of(tensors):
+        if kind != "without_a_layer" or "blocks.1." in layer:
+            a, b = [tensors[f"transformer.{layer}.lora_{half}.weight"].double() for half in "AB"]
+            a = a.half().double() if kind == "half_cast" else a
+            want[layer] = factor * 1.5 * b @ a
+    assert_same_changes(got, want)
+
+def test_a_resized_run_s_file_goes_on_as_the_same_change(tmp_path, own):
+    """--pretrained_lora takes it: each layer has the alpha that keeps its scale at its new rank."""
+    transformer = predict.load_transformer(TINY, "float32")
+    predict.add_lora(transformer, r=2, lora_alpha=4, target_modules=["1.attn.to_q"], init_lora_weights=False)
+    predict.save_lora(own, transformer, dict(step=3), fold=True)
+    file = rewritten(own, lambda t: resized(t, 1))
+    state, meta = foreign_loras.unfold(file, *predict.read_lora(file))
+    config = predict.config_of(state, meta)
+    assert config["r"] == 1 and config["lora_alpha"] == 2 # alpha / rank is 2, as it was trained
+    a, b = [state[f"transformer.transformer_blocks.1.attn.to_q.lora_{half}.weight"] for half in "AB"]
+    raw = safetensors.torch.load_file(file)
+    a0, b0 = [raw[f"transformer.transformer_blocks.1.attn.to_q.lora_{half}.weight"] for half in "AB"]
+    assert_bitwise(a, a0)
+    assert_bitwise(2 * b, b0)
+
+@pytest.mark.parametrize("module, name, is_ours", [
+    (common, "read_tensors", True), (foreign_loras, "is_plain", True), (foreign_loras, "is_plain", False),
+    (foreign_loras, "diffusers_meta", False)])
+def test_a_bug_where_loras_are_read_is_not_taken_for_a_fault_of_the_file(own, tmp_path, monkeypatch, module, name,
+                                                                         is_ours):
+    """It shows with its own words, as whatever is wrong in what a person has changed there."""
+    def planted(*_, **__):
+        raise AttributeError("a bug")
+    monkeypatch.setattr(module, name, planted)
+    with pytest.raises(AttributeError, match="a bug"):
+        predict.read_lora(own if is_ours else lora_file(tmp_path, lora_tensors()))
+
+def test_our_file_with_a_tensor_that_is_none_of_a_lora_is_refused_by_its_name(own):
+    """It is intact, so the line does not speak of damage."""
+    tensors, meta = tensor_files.read_tensors(own, "lora_adapter_metadata")
+    tensors["transformer.norm_out.linear.weight"] = torch.ones(4, 4)
+    tensor_files.write_tensors(own, tensors, meta, "lora_adapter_metadata")
+    with refused(own, "transformer.norm_out.linear.weight", "of no linear layer"):
+        predict.read_lora(own)
+
+def test_a_header_is_parsed_once_and_once_more_for_the_digest(own, tmp_path, monkeypatch):
+    """It may be long."""
+    real, parsed = tensor_files.read_header, []
+    monkeypatch.setattr(tensor_files, "read_header", lambda f: parsed.append(f) or real(f))
+    for file, times in ((lora_file(tmp_path, lora_tensors(prefix="diffusion_model.")), 1), (own, 2)):
+        parsed.clear()
+        predict.read_lora(file)
+        assert len(parsed) == times
+
+def test_no_flipped_bit_of_our_lora_is_silent(own, tmp_path):
+    """In its header, with --fuzz each of them, and in its tensors: refused, or read as before."""
+    sound, rng = own.read_bytes(), random.Random(0)
+    header = 8 * (8 + int.from_bytes(sound[:8], "little"))
+    bits = [*range(0, header, 1 if OPTIONS["fuzz"] else 11)]
+    bits += [rng.randrange(header, 8 * len(sound)) for _ in range(OPTIONS["fuzz"] or 50)]
+    passed = assert_no_flip_is_silent(tmp_path / "x.safetensors", sound, predict.read_lora(own), bits)
+    print(f"{len(bits)} flipped bits, {passed} of them without a change of what is read")
+    assert passed < len(bits) / 50
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5000000000\n"
+
+WHOLE = safetensors.torch.save(lora_tensors())
+NO_FILES = [
+    ("empty.safetensors", b"", "an empty file"), ("pointer.safetensors", POINTER, "git lfs"),
+    ("page.safetensors", b"<!DOCTYPE html><html>Sign in</html>", "a web page"),
+    ("page2.safetensors", b"\n  <html>", "a web page"), ("words.safetensors", b"Entry not found", "Entry not found"),
+    ("lora.pt", b"PK\3\4" + bytes(99), "a pickle"), ("lora.ckpt", b"\x80\x02}q", "a pickle"),
+    ("lora.safetensors", b"\x80\x02}q" + bytes(99), "a pickle"), ("lora.gguf", b"GGUF" + bytes(99), "a gguf"),
+    ("cut.safetensors", WHOLE[:-100], "no whole"), ("head.safetensors", WHOLE[:300], "no whole"),
+    ("long.safetensors", WHOLE + b"x", "no whole"), ("zeros.safetensors", bytes(999), "no whole"),
+    ("picture.png", b"\x89PNG", "a picture"), ("lora.json", b"{}", "a text file")]
+
+@pytest.mark.parametrize("name, content, word", NO_FILES)
+def test_a_lora_that_is_no_safetensors_file_is_one_line_that_says_what_it_is(tmp_path, name, content, word, capfd):
+    (tmp_path / name).write_bytes(content)
+    with refused(tmp_path / name, word):
+        predict.read_lora(tmp_path / name)
+    assert capfd.readouterr() == ("", "")
+
+@pytest.mark.parametrize("name, content", [
+    ("gone.safetensors", None), ("no/such/user", None), (".", None), *[row[:2] for row in NO_FILES[:2]]])
+def test_a_lora_that_is_no_lora_is_one_line(tmp_path, monkeypatch, name, content):
+    monkeypatch.setattr(cache, "load_pipeline", lambda *_: pytest.fail("not told before the work began"))
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    result = run_script("predict.py", "--lora", tmp_path / name, *ON_DEVICE)
+    assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / name) and result.err.count("\n") == 1
+
+def test_a_safetensors_file_of_anything_else_is_one_line(tmp_path):
+    """An optimizer's, as it lies beside each checkpoint's LoRA; a model's; names that a reader may trip on."""
+    path = tmp_path / "x.safetensors"
+    matrix, whole = torch.zeros(2, 2), lora_tensors()
+    names = ["", "lora", "a.lora_A", "lora_A.weight", "transformer.lora_A.weight", "lora_unet_x.lora_down.weight",
+             "transformer_blocks.0.attn.to_q.lora_A.default.weight", "diffusion_model.x.lora_down.weight", "x.alpha",
+             "exp_avg.transformer_blocks.0.attn.to_q.lora_A.default.weight", "lora_te1_x.lora_up.weight",
+             "lora_unet_transformer_blocks_0_attn_to_q.alpha"]
+    for tensors in [{name: matrix} for name in names] + [{f"exp_avg.{k}": v for k, v in whole.items()},
+                                                         {k: v[0] for k, v in whole.items()}]:
+        safetensors.torch.save_file(tensors, path)
+        with refused(path):
+            tiny_with(path)
+    for part in ("vae", "text_encoder", "transformer"):
+        file, = (TINY / part).glob("*.safetensors")
+        with refused(file) as e:
+            predict.read_lora(file)
+
+def test_an_entry_of_another_program_that_is_called_as_ours_is_not_read(tmp_path):
+    safetensors.torch.save_file(as_comfyui(lora_tensors()), tmp_path / "x.safetensors", metadata=dict(train="3 steps"))
+    _, meta = predict.read_lora(tmp_path / "x.safetensors")
+    assert not [key for key in meta if key.startswith("train.")]
+
+def test_a_path_of_any_bytes_is_read(tmp_path):
+    """As old zips and network drives have them: no UTF-8. A plain file, one of another program, one of ours."""
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.safetensors"))
+    meta = {"transformer.r": 2, "transformer.lora_alpha": 2}
+    for write in (lambda path: safetensors.torch.save_file(lora_tensors(), path),
+                  lambda path: safetensors.torch.save_file(as_comfyui(lora_tensors()), path),
+                  lambda path: tensor_files.write_tensors(path, lora_tensors(), meta, "lora_adapter_metadata")):
+        write(tmp_path / "x.safetensors")
+        os.replace(tmp_path / "x.safetensors", path)
+        assert_bitwise(predict.read_lora(path)[0], lora_tensors())
+
+def test_a_lora_s_file_can_be_replaced_while_its_tensors_are_in_use(tmp_path):
+    """They are read once, and not mapped."""
+    path = lora_file(tmp_path, lora_tensors())
+    for write in (lambda t: t, as_comfyui):
+        safetensors.torch.save_file(write(lora_tensors()), path)
+        state, _ = predict.read_lora(path)
+        path.write_bytes(bytes(path.stat().st_size))
+        assert_bitwise(state, lora_tensors())
+
+def test_a_folder_without_a_lora_of_its_name_names_the_file_that_is_there(tmp_path):
+    safetensors.torch.save_file(lora_tensors(), tmp_path / "snow.safetensors")
+    with refused(tmp_path, f"; give {tmp_path / 'snow.safetensors'}"):
+        predict.find_lora(tmp_path)
+    assert_bitwise(predict.read_lora(tmp_path / "snow.safetensors")[0], lora_tensors())
+
+@pytest.mark.parametrize("meta", ["{", "[]", "5", "null", '{"transformer.r": 2}', '{"transformer.rank_pattern": 3}'])
+def test_a_lora_with_strange_metadata_is_no_traceback(tmp_path, meta):
+    path = tmp_path / predict.LORA_FILE
+    safetensors.torch.save_file(lora_tensors(), path, metadata=dict(lora_adapter_metadata=meta))
+    try:
+        tiny_with(path)
+    except common.InputError as e:
+        assert is_one_line(str(e), path)
+
+def test_a_hub_id_is_fetched_unless_a_folder_of_ours_has_its_name(tmp_path, monkeypatch):
+    def download(repo, name):
+        if repo == "a/none":
+            raise ConnectionError
+        return f"/hub/{repo}/{name}"
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert predict.find_lora("a/b").as_posix() == f"/hub/a/b/{predict.LORA_FILE}"
+    assert predict.find_lora("a/b/deep/y.safetensors").as_posix() == "/hub/a/b/deep/y.safetensors"
+    with refused("a/none", "hub"):
+        predict.find_lora("a/none")
+    (tmp_path / "a").mkdir()
+    with refused("a/b"): # a path of ours, mistyped
+        predict.find_lora("a/b")
+
+# ---- what train.py writes, and reads ---------------------------------------------------------------------------------
+
+def first_item(ns):
+    return ns["load_item"](ns["pick"](0))
+
+def stock_loss(ns, *loras):
+    """The stock model's loss, with LoRAs loaded by the stock pipeline, for the first sample of this training."""
+    pipe = stock_pipeline(TINY)
+    for i, path in enumerate(loras):
+        pipe.load_lora_weights(str(path), adapter_name=f"l{i}")
+        pipe.set_adapters([f"l{j}" for j in range(i + 1)])
+    return loss_of(pipe.transformer, ns)
+
+def loss_of(transformer, ns):
+    item = first_item(ns)
+    x = torch.cat([(1 - item.s) * item.x0 + item.s * item.noise, item.controls])
+    with torch.no_grad():
+        v = transformer(hidden_states=x[None], encoder_hidden_states=item.prompt[None], timestep=item.s[None],
+                        img_shapes=[item.img_shapes], return_dict=False)[0][0]
+    error = (v[:len(item.noise)] - (item.noise - item.x0)).square().mean(-1)
+    return ((error * item.weight).sum() / item.weight.sum()).item()
+
+ONE = ["--batch_size", 1, "--lr_scheduler", "constant", "--device", "cpu"]
+
+def comfyui_model(path):
+    """tiny with this file, as ComfyUI adds it (comfy/lora.py and comfy/weight_adapter/lora.py of its commit 17358c8).
+    It knows layers by three prefixes, reads no metadata, and where a layer has no .alpha it takes the rank -> (model,
+    the file's keys that it leaves out, which its console lists)."""
+    model = QwenImageTransformer2DModel.from_pretrained(TINY / "transformer")
+    tensors = safetensors.torch.load_file(path)
+    left = set(tensors)
+    for name, weight in model.state_dict().items():
+        for prefix in ("", "transformer.", "diffusion_model."):
+            layer = prefix + name.removesuffix(".weight")
+            b, a, alpha = keys = [f"{layer}.{end}" for end in ("lora_B.weight", "lora_A.weight", "alpha")]
+            if b in tensors:
+                scale = tensors[alpha].item() / len(tensors[a]) if alpha in tensors else 1.0
+                weight += scale * (tensors[b] @ tensors[a])
+                left -= set(keys)
+    return model, left
+
+def short_run(tmp_path, *flags):
+    """Two steps with these flags, all-linear -> result of run_script, and the loss of the model that was trained."""
+    run = train_demo(tmp_path / "a", *ONE, "--lora_targets", "all-linear", "--max_steps", 2, *flags)
+    assert run.status == 0, run.err
+    return run, loss_of(run.globals["transformer"], run.globals)
+
+ALPHA = ["--lora_rank", 4, "--lora_alpha", 6]
+KINDS = { # -> flags, and the scales in training
+    "plain": (ALPHA, {1.5}),
+    "rsLoRA": ([*ALPHA, "--lora_args", "use_rslora=true"], {3.0}),
+    "patterns": ([*ALPHA, "--lora_args", 'rank_pattern={"to_q":2,"net.2":8}', 'alpha_pattern={"to_k":3}'],
+                 {3.0, 1.5, 0.75})}
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, kind, caplog):
+    """The file and a checkpoint's in the stock pipeline, and as --pretrained_lora, give the loss of the model that was
+    trained; stock says nothing about their metadata; it resumes bit for bit; damaged it is refused. Every layer
+    learns."""
+    flags, _ = KINDS[kind]
+    run, want = short_run(tmp_path, *flags)
+    again = [*ONE, "--lora_targets", "all-linear", *flags]
+    train_log(tmp_path / "r", *again, "--max_steps", 1)
+    assert curve(train_log(tmp_path / "r", *again, "--max_steps", 2, "--resume")) == curve(log_of(tmp_path / "a"))
+    assert_bitwise(lora_of(tmp_path / "r"), lora_of(tmp_path / "a"))
+    meta = predict.read_lora(tmp_path / "a")[1]
+    lora_args = [list(flag_types.key_value(text)) for text in flags[5:]]
+    assert meta["train.config"]["lora_args"] == lora_args and meta["train.config"]["data_hash"]
+    assert {"torch", "peft"} <= meta["train.versions"].keys()
+    assert abs(want / stock_loss(run.globals) - 1) > 1e-4
+    for path in (tmp_path / "a", tmp_path / "a/checkpoint-000002"):
+        caplog.clear()
+        assert stock_loss(run.globals, path / predict.LORA_FILE) == pytest.approx(want, rel=1e-6)
+        assert not [r for r in caplog.records if r.name.startswith("diffusers")], caplog.text
+        log = train_log(tmp_path / f"p{path.name}", "--pretrained_lora", path, *ONE, "--max_steps", 1)
+        assert log[0]["loss"] == pytest.approx(want, rel=1e-6)
+    model = QwenImageTransformer2DModel.from_pretrained(TINY / "transformer")
+    linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "_blocks." in n}
+    last = rf"blocks\.{len(model.transformer_blocks) - 1}\.(attn\.(add_q_proj|to_add_out)|txt_mlp)"
+    dead = {n for n in linears if re.search(last, n)}
+    zeros = {"transformer_blocks.2.txt_mod.1"} if kind == "DoRA" else set()
+    assert set(layers_of(lora_of(tmp_path / "a"))) == linears - dead - zeros and len(dead) == 4
+    assert all(v.any() for k, v in lora_of(tmp_path / "a").items() if "lora_B" in k)
+    damage_tensors(tmp_path / "a" / predict.LORA_FILE)
+    with refused(tmp_path / "a"):
+        predict.read_lora(tmp_path / "a")
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_s_file_has_its_strength_in_comfyui_too(tmp_path, kind):
+    """Its alpha is its rank in every layer, and a training goes on from there; a checkpoint keeps the alpha, which
+    ComfyUI does not know: tools/convert_lora.py tells it. ComfyUI leaves out a DoRA's magnitudes, and nothing else."""
+    flags, scales = KINDS[kind]
+    run, want = short_run(tmp_path, *flags)
+    folders = tmp_path / "a", tmp_path / "a/checkpoint-000002"
+    for folder, expected in zip(folders, ({1.0}, scales)):
+        layers = [m for m in tiny_with(folder).modules() if hasattr(m, "lora_A")]
+        assert {m.scaling["lora0"] for m in layers} == expected
+    (model, left), (of_checkpoint, _) = [comfyui_model(folder / predict.LORA_FILE) for folder in folders]
+    if kind == "DoRA":
+        assert left == {k for k in lora_of(folders[0]) if "magnitude" in k} and left
+        return
+    assert not left and loss_of(model, run.globals) == pytest.approx(want, rel=1e-6)
+    assert loss_of(of_checkpoint, run.globals) != pytest.approx(want, rel=1e-5)
+    for n, folder in enumerate(folders):
+        file = tmp_path / f"{n}.safetensors"
+        assert run_script("tools/convert_lora.py", folder, "--to", "comfyui", "--out", file).status == 0
+        model, left = comfyui_model(file)
+        assert not left and loss_of(model, run.globals) == pytest.approx(want, rel=1e-6)
+
+def test_a_lora_s_dropout_is_the_training_s_alone(tmp_path):
+    """Pictures are generated without, here and in the stock pipeline, although the LoRA was trained with it; predict.py
+    also where another program's file still says it."""
+    run, _ = short_run(tmp_path, "--lora_dropout", 0.5)
+    assert stock_loss(run.globals, tmp_path / "a") == stock_loss(run.globals, tmp_path / "a")
+    state, meta = predict.read_lora(tmp_path / "a")
+    assert meta["transformer.lora_dropout"] == 0 and meta["train.config"]["lora_dropout"] == 0.5
+    meta = {k: v for k, v in meta.items() if k.startswith("transformer.")} | {"transformer.lora_dropout": 0.5}
+    transformer = tiny_with(lora_file(tmp_path, state, **meta))
+    assert not any(isinstance(m, torch.nn.Dropout) and m.p for m in transformer.modules())
+    assert loss_of(transformer, run.globals) == loss_of(transformer, run.globals)
+
+def test_with_alpha_as_the_rank_a_run_s_file_is_its_last_checkpoint_s(tmp_path):
+    short_run(tmp_path, "--lora_rank", 4)
+    files = [tmp_path / folder / predict.LORA_FILE for folder in ("a", "a/checkpoint-000002")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+def test_a_lora_that_was_merged_is_part_of_the_frozen_base(tmp_path, two_loras):
+    """tools/convert_lora.py LORA --to model, then --transformer: the first loss is stock's with that LoRA loaded; only
+    the trained one is saved; both in stock give the loss after training; another base is refused on --resume."""
+    for n, lora in enumerate(two_loras):
+        assert run_script("tools/convert_lora.py", lora, "--to", "model", "--out", tmp_path / f"merged-{n}", "--dtype",
+                          "float32").status == 0
+    flags, out_dir = [*ONE, "--lora_targets", "to_q", "--transformer"], tmp_path / "my run"
+    run = train_demo(out_dir, *flags, tmp_path / "merged-1", "--max_steps", 1)
+    first, want = log_of(out_dir)[0]["loss"], stock_loss(run.globals, two_loras[1])
+    show("first loss, from stock's", abs(first / want - 1), 1e-5)
+    assert first == pytest.approx(want, rel=1e-5) and first != pytest.approx(stock_loss(run.globals), rel=1e-4)
+    assert {k.rsplit(".lora_")[0].rsplit(".", 1)[1] for k in lora_of(out_dir)} == {"to_q"}
+    with torch.no_grad():
+        loss, = run.globals["flow_loss"](run.globals["transformer"], [first_item(run.globals)])
+    want = stock_loss(run.globals, out_dir, two_loras[1])
+    assert loss.item() == pytest.approx(want, rel=1e-5) and want != pytest.approx(first, rel=1e-4)
+    result = train_demo(out_dir, *flags, tmp_path / "merged-0", "--max_steps", 2, "--resume")
+    assert result.status == 1 and is_one_line(result.errors[-1], "model_hash: ")
+
+@pytest.mark.parametrize("flags, status, named", [
+    ("--pretrained_lora GOOD --lora_rank 8", 2, "--lora_rank"), ("--pretrained_lora GOOD --lora_rank=8", 2, "rank"),
+    ("--pretrained_lora GOOD --lora_alpha 3", 2, "--lora_alpha"), ("--pretrained_lora BAD", 1, "4 of 12"),
+    ("--pretrained_lora GOOD --lora_targets to_q", 2, "--lora_targets"), ("--lora_args use_dora=true", 2, "use_dora"),
+    ("--pretrained_lora GOOD --lora_args use_rslora=true", 2, "--lora_args"), ("--lora_args =3", 2, "--lora_args"),
+    ("--lora_args use_dora", 2, "--lora_args"), ("--lora_args no_such=1", 2, "--lora_args"),
+    ("--lora_args init_lora_weights=nonsense", 2, "--lora_args")])
+def test_a_lora_to_start_from_that_does_not_fit_or_flags_is_refused(tmp_path, two_loras, flags, status, named):
+    bad = lora_file(tmp_path, renamed("to_q", "qkv")(lora_tensors()))
+    result = train_demo(tmp_path / "a", *flags.replace("GOOD", str(two_loras[0])).replace("BAD", str(bad)).split())
+    assert result.status == status and named in result.errors[-1] and (status == 2 or is_one_line(result.errors[-1]))
+
+def test_lora_on_a_bf16_base_is_cast_when_used():
+    """Master weights, their gradients and the file stay fp32, peft's own layer gives the same but for bf16's rounding,
+    scale and disable work; on an fp32 base nothing differs at all."""
+    x, config = torch.randn(3, 24, E), dict(r=4, lora_alpha=6, target_modules=["to_q"], init_lora_weights=False)
+    def compute(dtype, ours, scale):
+        torch.manual_seed(0)
+        model = QwenImageTransformer2DModel(**SMALL).to(dtype).requires_grad_(False)
+        predict.add_lora(model, **config) if ours else model.add_adapter(LoraConfig(**config))
+        cast_training_params(model)
+        layer = model.transformer_blocks[0].attn.to_q
+        weights = [p for p in layer.parameters() if p.requires_grad]
+        assert isinstance(layer, LoraLinear) == ours and [w.dtype for w in weights] == [torch.float32] * 2
+        for n, p in enumerate(weights):
+            p.data.normal_(generator=torch.Generator().manual_seed(n))
+        layer.enable_adapters(scale > 0)
+        layer.scale_layer(scale or 1)
+        out = layer(x.to(dtype))
+        return [out, *(torch.autograd.grad(out.float().square().sum(), weights) if scale else [])]
+    for scale in (1, 0.5, 0):
+        exact = compute(torch.float32, False, scale)
+        assert_bitwise(compute(torch.float32, True, scale), exact)
+        out, *grads = compute(torch.bfloat16, True, scale)
+        assert out.dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in grads)
+        assert [error < 2e-2 for error in map(rel, [out, *grads], exact)] == [True] * len(exact)
+
+class Casts(TorchDispatchMode):
+    """Inside `with`: the number of casts to bf16, and those back."""
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function is torch.ops.aten._to_copy.default and args[0].dtype != kwargs.get("dtype")
+        return function(*args, **(kwargs or {}))
+
+def test_the_loras_of_a_block_are_cast_together(monkeypatch):
+    """Kept or recomputed, the numbers are those of single casts, to the bit; afterwards none is left. So are
+    those of the base."""
+    samples = make_batch(([(1, 8, 8), (1, 8, 6)], 20), ([(1, 4, 12), (1, 4, 4)], 9))
+    def compute(together, recomputed):
+        with monkeypatch.context() as patch:
+            if not together:
+                patch.setattr("library.lora.lora_linear.cast_together", lambda blocks: None)
+            model = patched_copy(hot_model("2511", dtype=torch.bfloat16, num_layers=3)).requires_grad_(False).train()
+            torch.manual_seed(0)
+            weights = predict.add_lora(model, r=4, init_lora_weights=False, target_modules=[
+                "to_q", "to_k", "add_v_proj", "img_mod.1", "img_mlp.net.2"]).values()
+        rope_patch.checkpoint_blocks(model, recomputed)
+        with Casts() as casts:
+            out = run(model, "packed", samples)
+            grads = torch.autograd.grad(sum(o.float().square().sum() for o in out), [*weights])
+        assert all(m.cast is None for m in model.modules() if isinstance(m, LoraLinear))
+        model.disable_adapters()
+        base = run(model, "packed", samples)
+        return casts.number, [*out, *grads, *base]
+    for recomputed in (0, 3):
+        (many, want), (few, got) = compute(False, recomputed), compute(True, recomputed)
+        assert_bitwise(got, want)
+        assert many - few >= 3 * 2 * (2 * 5 - 1), (many, few) # blocks, there and back, matrices of five layers

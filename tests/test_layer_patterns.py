@@ -1,0 +1,133 @@
+"""
+--lora_args: the fields of peft.LoraConfig that a LoRA's file can hold. The file on the published base is the model that
+was trained; one line refuses every other field, before a model is loaded.
+
+$ python -m pytest -q tests/test_layer_patterns.py    # half a minute
+"""
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import cache
+import predict
+from library.lora import layer_patterns
+from tests.harness import EXACT, NATIVE, TINY, assert_same_run, is_one_line, lora_of, rel, run_script
+
+def flags_of(given):
+    return ["--lora_args", *[f"{key}={json.dumps(value)}" for key, value in given.items()]]
+
+def refusal_of(given):
+    """It returns the line with which the flags are refused."""
+    result = run_script("train.py", *flags_of(given))
+    assert result.status == 2 and len(result.errors) == 1 and is_one_line(result.errors[0], "--lora_args"), result.err
+    return result.errors[0]
+
+REFUSED = [ # arguments, words of the line
+    *[(dict(init_lora_weights=word), 'or "gaussian"') for word in (
+        "olora", "Olora", "OLORA", "pissa", "pissa_niter_4", "eva", "lora_ga", "", "mica", "Mica", "PISSA", "corda",
+        "loftq", "nonsense", "Gaussian", "True", None, 1, 0, [True])],
+    *[(dict(use_rslora=word), "true or false") for word in ("yes", "wrong", 1, 0, None)],
+    # the remedy is a flag
+    (dict(r=4), "give --lora_rank"), (dict(lora_alpha=3), "give --lora_alpha"),
+    (dict(lora_dropout=0.3), "give --lora_dropout"), (dict(use_dora=True), "raise --lora_rank"),
+    (dict(target_modules=["to_q"]), "--lora_targets"), (dict(layers_to_transform=[1]), "transformer_blocks.1.attn"),
+    (dict(modules_to_save=["img_in"]), "rank_pattern"), (dict(trainable_token_indices=[1]), "rank_pattern"),
+    # patterns that a file may not have, or the LoRA could not be read again
+    (dict(rank_pattern={"(.+)+!": 4}), "rank_pattern"), (dict(alpha_pattern={"(to_q": 4}), "alpha_pattern"),
+    (dict(alpha_pattern={"to_q": 1e300}), "alpha_pattern"), (dict(rank_pattern=["to_q"]), "rank_pattern"),
+    (dict(alpha_pattern={"to_q": "8"}), "alpha_pattern"), (dict(rank_pattern={"to_q": 4000}), "up to 3072"),
+    (dict(rank_pattern={"to_q": 8.5}), "no whole number"), (dict(rank_pattern=None), "is null"),
+    (dict(rank_pattern={"to_q": 0}), "above 0"), (dict(alpha_pattern={"to_q": -1}), "above 0")]
+
+@pytest.mark.parametrize("given, words", REFUSED, ids=str)
+def test_what_a_file_cannot_hold_is_refused_before_a_model_is_looked_for(monkeypatch, given, words):
+    monkeypatch.setattr(cache, "find_model", lambda *_, **__: pytest.fail("model looked for"))
+    assert words in refusal_of(given)
+
+def test_every_field_of_peft_is_in_the_list_or_refused_with_a_remedy(monkeypatch, capsys):
+    """A new version's fields, too, and what is no field: no value of them comes through."""
+    monkeypatch.setattr(cache, "find_model", lambda *_, **__: pytest.fail("model looked for"))
+    names = [field.name for field in fields(LoraConfig)]
+    assert {*layer_patterns.PATTERNS, *layer_patterns.VALUES} < {*names} and len(names) > 30
+    assert {*layer_patterns.INSTEAD} <= {*names} # or the line names what nobody gives
+    for name in [*names, "no_such"]:
+        for value in ("x", True, 1, ["to_q"]):
+            if value is True and name in layer_patterns.VALUES:
+                continue
+            with pytest.raises(SystemExit) as e:
+                layer_patterns.refuse_lora_args({name: value})
+            line = capsys.readouterr().err
+            assert e.value.code == 2 and is_one_line(line.strip(), "--lora_args", name), line
+            assert any(word in line for word in ("give ", "; leave it out", "raise --", "--lora_targets")), line
+
+@pytest.mark.parametrize("given", [dict(init_lora_weights="orthogonal")], ids=str)
+def test_what_peft_refuses_is_one_line(small, tmp_path, given):
+    result = run_script("train.py", *small.flags, "--lora_rank", 3, "--out_dir", tmp_path / "a", *flags_of(given))
+    assert result.status == 1 and is_one_line(result.errors[0], "--lora_args", "even"), result.err
+    assert not (tmp_path / "a/log.jsonl").exists()
+
+TRAINED = [dict(init_lora_weights=word) for word in (True, False, "gaussian", "orthogonal")] + [
+    dict(use_rslora=True), dict(use_rslora=False), dict(rank_pattern={"to_q": 4}, init_lora_weights=False),
+    dict(alpha_pattern={r"1\.attn\.to_v": 7}),
+    dict(rank_pattern={"to_q": 4}, alpha_pattern={"to_v": 7}, use_rslora=True, init_lora_weights=False)]
+
+@pytest.mark.parametrize("given", TRAINED, ids=str)
+def test_the_file_on_the_published_base_is_what_was_trained(small, tmp_path, given):
+    """Every weight of the base is as it was, and a model that loads the file predicts what the trained one does."""
+    result = run_script("train.py", *small.flags, "--max_steps", 2, "--out_dir", tmp_path / "a", *flags_of(given))
+    assert result.status == 0, result.err
+    ns = result.globals
+    fresh = predict.load_transformer(TINY, "float32")
+    weights = {name.replace(".base_layer", ""): p for name, p in ns["transformer"].named_parameters()}
+    assert all(torch.equal(p, weights[name]) for name, p in fresh.named_parameters())
+    item = ns["load_item"](ns["pick"](0))
+    bare, = ns["predict_velocity"](fresh, [item])
+    predict.load_loras(fresh, [tmp_path / "a"])
+    with torch.no_grad():
+        ns["transformer"].eval()
+        trained, loaded = [ns["predict_velocity"](model, [item])[0] for model in (ns["transformer"], fresh)]
+    assert rel(loaded, trained) < 1e-5 and not torch.equal(loaded, bare)
+
+@pytest.mark.parametrize("given", [
+    dict(rank_pattern={"to_q": 4, "to_qq": 8}), dict(alpha_pattern={"net.2": 3})], ids=str)
+def test_a_pattern_that_fits_no_layer_is_refused(small, tmp_path, given):
+    result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "a", *flags_of(given))
+    field = next(iter(given))
+    last = str([*given[field]][-1])
+    assert result.status == 1 and is_one_line(result.errors[0], f"--lora_args {field}", last), result.err
+
+@pytest.mark.parametrize("plan", [[], ["--plan"]])
+def test_with_good_arguments_a_plan_is_made(small, tmp_path, plan):
+    """--plan has a base without numbers."""
+    result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "a", *plan,
+                        *flags_of(dict(use_rslora=True, rank_pattern={"to_q": 4})))
+    assert result.status == 0, result.err
+
+def test_layers_of_single_blocks_are_named_as_targets(small, tmp_path):
+    """What layers_to_transform is for, in every version of peft."""
+    name = "transformer_blocks.1.attn.to_q"
+    result = run_script("train.py", *small.flags, "--max_steps", 1, "--lora_targets", name, "--out_dir", tmp_path)
+    assert result.status == 0, result.err
+    assert lora_of(tmp_path).keys() == {f"transformer.{name}.lora_{half}.weight" for half in "AB"}
+
+def test_full_layers_are_trained_resumed_and_drawn_as_full_ranks(small, tmp_path):
+    """norm_out.linear and proj_out at the smaller of their sides: their LoRA can become any change of the weight."""
+    config = json.loads((TINY / "transformer/config.json").read_bytes())
+    inner = config["num_attention_heads"] * config["attention_head_dim"]
+    ranks = {"norm_out.linear": inner, "proj_out": min(inner, 4 * config["out_channels"])}
+    flags = [*small.flags, "--lora_targets", "attention", *ranks, *flags_of(dict(rank_pattern=ranks))]
+    for name, steps, more in (("a", 2, []), ("b", 1, []), ("b", 2, ["--resume"])):
+        result = run_script("train.py", *flags, "--max_steps", steps, *more, "--out_dir", tmp_path / name)
+        assert result.status == 0, result.err
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    state = lora_of(tmp_path / "a")
+    for layer, rank in ranks.items():
+        a, b = [state[f"transformer.{layer}.lora_{half}.weight"] for half in "AB"]
+        assert len(a) == rank and torch.linalg.matrix_rank(a) == min(a.shape[1], len(b)) and b.any()
+    picture = small.folder / "data/control/0.png"
+    result = run_script("predict.py", "--lora", tmp_path / "a", "--image", picture, "--prompt", "x", *EXACT, *NATIVE,
+                        "--num_inference_steps", 2, "--cache_dir", tmp_path / "c", "--out", tmp_path / "x.png")
+    assert result.status == 0 and (tmp_path / "x.png").exists(), result.err

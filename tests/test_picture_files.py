@@ -1,0 +1,527 @@
+"""
+Photographs as cameras make them: other colours than sRGB, TIFF, AVIF, HEIC. Colours are computed here from primaries
+and curves, not by the library that common.read_image uses.
+
+$ python -m pytest -q tests/test_picture_files.py     # 15 seconds
+"""
+import os
+import struct
+import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms, TiffImagePlugin
+
+import cache
+import common
+from library.data import dataset, mask_files, picture_files
+import predict
+from tests.harness import (add_item, is_one_line, paint_picture, refused, run_script, samples_of, save, show,
+                           within)
+
+try:
+    import pillow_heif
+    pillow_heif.register_heif_opener()
+except ImportError:
+    pillow_heif = None
+needs_heif = pytest.mark.skipif(not pillow_heif, reason="pip install pillow-heif")
+HEIC = pytest.param("heic", marks=needs_heif)
+
+# ---- colours by hand -------------------------------------------------------------------------------------------------
+
+D65, D50 = np.array([0.3127 / 0.3290, 1, 0.3583 / 0.3290]), np.array([0.9642, 1, 0.8249]) # XYZ of white
+CONES = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]]) # Bradford's
+TO_D50 = np.linalg.inv(CONES) @ np.diag(CONES @ D50 / (CONES @ D65)) @ CONES
+PRIMARIES = { # xy of red, green and blue; white is D65
+    "sRGB": ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06)), "P3": ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060)),
+    "Adobe": ((0.64, 0.33), (0.21, 0.71), (0.15, 0.06))}
+
+def to_xyz(name):
+    """The matrix from linear RGB of these primaries to XYZ under D65."""
+    columns = np.array([(x / y, 1, (1 - x - y) / y) for x, y in PRIMARIES[name]]).T
+    return columns * np.linalg.solve(columns, D65)
+
+def srgb_curve(x):
+    return np.where(x <= 0.04045, x / 12.92, ((x + 0.055) / 1.055) ** 2.4)
+
+def srgb_level(x):
+    """Linear light -> levels of sRGB; what it cannot show is clipped."""
+    x = x.clip(0, 1)
+    return 255 * np.where(x <= 0.0031308, 12.92 * x, 1.055 * x ** (1 / 2.4) - 0.055)
+
+CURVES = dict(sRGB=srgb_curve, P3=srgb_curve, Adobe=lambda x: x ** (563 / 256))
+
+def in_srgb(pixels, name):
+    """Levels (..., 3) of this colour space -> levels of sRGB."""
+    linear = CURVES[name](np.asarray(pixels) / 255)
+    return srgb_level(linear @ (np.linalg.inv(to_xyz("sRGB")) @ to_xyz(name)).T)
+
+def lab_in_srgb(lab):
+    """(..., 3), relative to D50 -> levels of sRGB."""
+    y = (lab[..., 0] + 16) / 116
+    f = np.stack([y + lab[..., 1] / 500, y, y - lab[..., 2] / 200], -1)
+    xyz = D50 * np.where(f > 6 / 29, f**3, 3 * (6 / 29) ** 2 * (f - 4 / 29))
+    return srgb_level(xyz @ (np.linalg.inv(to_xyz("sRGB")) @ np.linalg.inv(TO_D50)).T)
+
+def fixed(*numbers):
+    return struct.pack(f">{len(numbers)}i", *[round(n * 65536) for n in numbers])
+
+def profile_of(space, tags, kind=b"mntr", pcs=b"XYZ "):
+    """An ICC profile of version 2: its header, the table of tags, and the tags."""
+    tags = {b"wtpt": b"XYZ \0\0\0\0" + fixed(*D50)} | tags
+    table, data, start = b"", b"", 128 + 4 + 12 * len(tags)
+    for name, content in tags.items():
+        table += name + struct.pack(">2I", start + len(data), len(content))
+        data += content + bytes(-len(content) % 4)
+    header = struct.pack(">I4sI4s4s4s12s4s28s", start + len(data), b"", 0x02400000, kind, space, pcs,
+                         struct.pack(">6H", 2020, 1, 1, 0, 0, 0), b"acsp", b"") + fixed(*D50)
+    return header.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + data
+
+def curve(function):
+    levels = (function(np.linspace(0, 1, 1024)) * 65535).round().astype(">u2")
+    return b"curv\0\0\0\0" + struct.pack(">I", len(levels)) + levels.tobytes()
+
+def rgb_profile(name):
+    tags = {}
+    for letter, column in zip("rgb", (TO_D50 @ to_xyz(name)).T):
+        tags[f"{letter}XYZ".encode()] = b"XYZ \0\0\0\0" + fixed(*column)
+        tags[f"{letter}TRC".encode()] = curve(CURVES[name])
+    return profile_of(b"RGB ", tags)
+
+def gray_profile(gamma):
+    return profile_of(b"GRAY", {b"kTRC": curve(lambda x: x**gamma)})
+
+# Lab of each corner of CMYK, i.e. of all sixteen mixtures of full inks
+CORNERS = np.linspace([100, 0, 0], [0, 0, 0], 16).round()
+CORNERS[1:-1, 1:] = (40 * np.sin(np.arange(28))).round().reshape(14, 2)
+
+def cmyk_profile():
+    clut = np.stack([CORNERS[:, 0] * 255 / 100, CORNERS[:, 1] + 128, CORNERS[:, 2] + 128], -1).round().astype(np.uint8)
+    ramp = bytes(range(256))
+    table = bytes([4, 3, 2, 0]) + fixed(1, 0, 0, 0, 1, 0, 0, 0, 1) + 4 * ramp + clut.tobytes() + 3 * ramp
+    return profile_of(b"CMYK", {b"A2B0": b"mft1\0\0\0\0" + table}, b"prtr", b"Lab ")
+
+def builtin(name):
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile(name)).tobytes()
+
+def patches(channels=3, seed=0):
+    """36 colours in squares of 16 pixels; the first four are corners."""
+    colours = np.random.default_rng(seed).integers(0, 256, (6, 6, channels), dtype=np.uint8)
+    colours[0, 0], colours[0, 1], colours[0, 2], colours[0, 3] = 0, 255, [255] + [0] * (channels - 1), 128
+    return colours.repeat(16, 0).repeat(16, 1)
+
+def centres(image):
+    """The colours of such patches, away from their edges, which JPEG and AVIF soften."""
+    return np.asarray(image).astype(float)[8::16, 8::16]
+
+def furthest(got, want):
+    return abs(centres(got) - want[8::16, 8::16]).max()
+
+LOSS = dict(png=({}, 0), tif=({}, 0), webp=(dict(lossless=True), 0), jpg=(dict(quality=100, subsampling=0), 2),
+            avif=(dict(quality=100, subsampling="4:4:4"), 2), heic=(dict(quality=-1, chroma=444), 2))
+
+@pytest.mark.parametrize("name", ["P3", "Adobe"])
+@pytest.mark.parametrize("suffix", ["png", "tif", "webp", "jpg", "avif", HEIC])
+def test_a_wide_colour_is_the_same_colour_in_srgb(tmp_path, suffix, name):
+    """What sRGB has not is clipped; the picture that comes out has no profile."""
+    pixels = patches()
+    options, loss = LOSS[suffix]
+    path = save(Image.fromarray(pixels), tmp_path / f"a.{suffix}", icc_profile=rgb_profile(name), **options)
+    stored = Image.open(path).convert("RGB")
+    assert furthest(stored, pixels) <= loss
+    got, want = picture_files.read_image(path), in_srgb(stored, name)
+    error = abs(np.asarray(got) - want).max()
+    show(f"{name} in sRGB, {suffix}, levels", error, 1.5)
+    assert error <= 1.5 and furthest(stored, want) > 30
+    assert got.mode == "RGB" and "icc_profile" not in got.info
+    predict.save_png(got, tmp_path / "out.png")
+    assert "icc_profile" not in Image.open(tmp_path / "out.png").info
+
+@pytest.mark.parametrize("gamma", [1.0, 1.8])
+@pytest.mark.parametrize("mode", ["L", "LA", "I;16"])
+def test_gray_of_another_gamma(tmp_path, mode, gamma):
+    levels = np.arange(256, dtype=np.uint8).repeat(16).reshape(64, 64)
+    image = Image.fromarray(levels)
+    if mode == "LA":
+        image.putalpha(255)
+    if mode == "I;16":
+        image = Image.fromarray(levels.astype(np.uint16) * 257)
+    got = picture_files.read_image(save(image, tmp_path / "a.png", icc_profile=gray_profile(gamma)))
+    want = srgb_level((levels / 255) ** gamma)
+    assert abs(np.asarray(got) - want[..., None]).max() <= 1.5 and abs(levels - want).max() > 15
+
+def test_gray_with_a_profile_of_colours_is_a_colour_of_equal_parts(tmp_path):
+    """Editors save it so."""
+    levels = np.arange(256, dtype=np.uint8).repeat(16).reshape(64, 64)
+    path = save(Image.fromarray(levels), tmp_path / "a.jpg", icc_profile=rgb_profile("Adobe"), quality=100)
+    want = in_srgb(np.stack([Image.open(path)] * 3, -1), "Adobe")
+    assert abs(np.asarray(picture_files.read_image(path)) - want).max() <= 1.5
+
+@pytest.mark.parametrize("suffix", ["tif", "jpg"])
+def test_inks_are_the_colours_that_their_profile_prints(tmp_path, suffix):
+    """Adobe's JPEGs store them inverted."""
+    corners = np.arange(16).reshape(4, 4)
+    inks = np.stack([(corners >> bit & 1) * 255 for bit in (3, 2, 1, 0)], -1).astype(np.uint8) # cyan varies slowest
+    image = Image.fromarray(inks.repeat(16, 0).repeat(16, 1), "CMYK")
+    options = dict(quality=100, subsampling=0) if suffix == "jpg" else {}
+    got = picture_files.read_image(save(image, tmp_path / f"a.{suffix}", icc_profile=cmyk_profile(), **options))
+    want = lab_in_srgb(CORNERS)[corners]
+    assert abs(centres(got) - want).max() <= (4 if suffix == "jpg" else 1.5)
+    assert abs(centres(image.convert("RGB")) - want).max() > 50
+
+@pytest.mark.parametrize("kind", ["RGBA", "palette", "one colour"])
+def test_what_is_transparent_in_wide_colours_becomes_white(tmp_path, kind):
+    """The colour is converted first: white on screen is white in any space, and half of each lies between."""
+    pixels = patches()
+    image, options = Image.fromarray(pixels), {}
+    alpha = np.full(pixels.shape[:2], 255, np.uint8)
+    if kind == "RGBA":
+        alpha[:] = np.arange(96)[:, None] * 2
+        image.putalpha(Image.fromarray(alpha))
+    else:
+        where, alpha[8, 8] = (pixels == pixels[40, 40]).all(-1), 255
+        alpha[where] = 0
+        if kind == "palette":
+            image = image.quantize(64)
+            assert np.array_equal(np.asarray(image.convert("RGB")), pixels)
+        options["transparency"] = image.getpixel((40, 40))
+    path = save(image, tmp_path / "a.png", icc_profile=rgb_profile("P3"), **options)
+    share = alpha[..., None] / 255
+    want = share * in_srgb(pixels, "P3") + (1 - share) * 255
+    assert abs(np.asarray(picture_files.read_image(path)) - want).max() <= 2.5
+
+def test_threads_share_a_conversion(tmp_path):
+    profiles = [rgb_profile("P3"), rgb_profile("Adobe")]
+    paths = [save(Image.fromarray(patches(seed=n)), tmp_path / f"{n}.png", icc_profile=profiles[n % 2])
+             for n in range(8)]
+    want = [picture_files.read_image(path).tobytes() for path in paths]
+    picture_files.conversion.cache_clear()
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda path: picture_files.read_image(path).tobytes(), paths * 20))
+    assert got == want * 20
+
+# ---- what is sRGB, or counts as such, stays as it is -----------------------------------------------------------------
+
+@pytest.mark.parametrize("profile", [builtin("sRGB"), rgb_profile("sRGB")], ids=["of the library", "by hand"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
+def test_srgb_stays_to_the_bit_with_or_without_a_profile(tmp_path, mode, profile):
+    image = paint_picture(mode=mode)
+    plain, tagged = save(image, tmp_path / "a.png"), save(image, tmp_path / "b.png", icc_profile=profile)
+    assert picture_files.read_image(plain).tobytes() == picture_files.read_image(tagged).tobytes()
+    for path in (plain, tagged): # in the key as it was before profiles were read
+        assert dataset.look_at(path) == [(64, 64), common.file_hash(path)]
+    assert picture_files.conversion(profile, mode) == (None, None)
+
+def test_a_linear_space_with_the_primaries_of_srgb_is_converted(tmp_path, monkeypatch):
+    monkeypatch.setitem(CURVES, "sRGB", lambda x: x)
+    pixels = patches()
+    path = save(Image.fromarray(pixels), tmp_path / "a.png", icc_profile=rgb_profile("sRGB"))
+    assert abs(np.asarray(picture_files.read_image(path)) - srgb_level(pixels / 255)).max() <= 1.5
+
+BROKEN = {"cut": (rgb_profile("P3")[:300], "is broken"), "noise": (os.urandom(2000), "is broken"),
+          "empty": (b"\0", "is broken"), "of gray": (gray_profile(1.8), "is for GRAY, and the picture is RGB"),
+          "of inks": (cmyk_profile(), "is for CMYK, and the picture is RGB")}
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "tif"])
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_profile_that_cannot_be_used_is_ignored_with_one_line(tmp_path, capsys, suffix, kind):
+    profile, problem = BROKEN[kind]
+    path = save(paint_picture(), tmp_path / f"a.{suffix}", icc_profile=profile)
+    want = Image.open(path).convert("RGB").tobytes()
+    assert {picture_files.read_image(path).tobytes() for _ in range(3)} == {want}
+    err = capsys.readouterr().err
+    assert err == f"warning: {path}: its colour profile {problem}; it is ignored, and the colours count as sRGB\n"
+    assert dataset.look_at(path)[1] == common.file_hash(path)
+
+def test_a_png_whose_profile_cannot_be_unpacked(tmp_path, capsys):
+    path = save(paint_picture(), tmp_path / "a.png", icc_profile=rgb_profile("P3"))
+    data = bytearray(path.read_bytes())
+    place = data.index(b"iCCP") + 30
+    data[place:place + 20] = bytes(20)
+    length = struct.unpack(">I", data[33:37])[0]
+    data[41 + length:45 + length] = struct.pack(">I", zlib.crc32(data[37:41 + length]))
+    path.write_bytes(data)
+    assert picture_files.read_image(path).tobytes() == paint_picture().tobytes()
+    assert "is broken" in capsys.readouterr().err
+
+def test_a_mask_has_no_colours(tmp_path):
+    """Its levels are shares."""
+    mask = Image.fromarray(np.arange(256, dtype=np.uint8).repeat(16).reshape(64, 64))
+    for suffix in ("png", "tif", "jpg"):
+        options = dict(quality=100) if suffix == "jpg" else {}
+        path = save(mask, tmp_path / f"a.{suffix}", icc_profile=gray_profile(1.0), **options)
+        assert mask_files.read_mask(path).tobytes() == Image.open(path).tobytes()
+        assert dataset.look_at_mask(path)[1] == common.file_hash(path)
+    labels = Image.fromarray((np.asarray(mask) > 99).astype(np.uint8)) # of a format without loss: 0 and 1
+    assert mask_files.read_mask(save(labels, tmp_path / "b.tif")).getextrema() == (0, 255)
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+def test_another_profile_is_another_encoding_and_an_old_one_is_not_believed(tmp_path, plus, monkeypatch):
+    """The key of a converted picture is none that a version which ignored profiles could have made."""
+    add_item(tmp_path / "d", "cat")
+    target, image = tmp_path / "d/target/cat.png", paint_picture()
+    keys, texts = [], []
+    for profile in (None, rgb_profile("sRGB"), rgb_profile("P3"), rgb_profile("Adobe")):
+        save(image, target, icc_profile=profile)
+        sample = samples_of(plus, tmp_path / "d")[0]["cat"]
+        keys.append(sample.encodings[0]["file"])
+        texts.append({text["file"] for text in sample.texts.values()}) # which do not see the target
+        with monkeypatch.context() as patch:
+            patch.setattr(picture_files, "mark_of", lambda image: "")
+            old = samples_of(plus, tmp_path / "d")[0]["cat"].encodings[0]["file"]
+        assert (old == keys[-1]) == (len(keys) < 3)
+        target_image = cache.read_pictures(plus, sample, "vae", sample.encodings[0])["target"][0]
+        assert (target_image.tobytes() == image.tobytes()) == (len(keys) < 3)
+    assert len(set(keys)) == 4 and len(set(map(str, texts))) == 1
+
+def test_a_converted_picture_that_changes_is_noticed(tmp_path):
+    path = save(paint_picture(), tmp_path / "a.png", icc_profile=rgb_profile("P3"))
+    content = dataset.look_at(path)[1]
+    assert content == common.file_hash(path) + " in sRGB"
+    picture_files.read_image(path, content)
+    save(paint_picture(), path, icc_profile=rgb_profile("Adobe"))
+    with refused(path, "has changed since it was looked at"):
+        picture_files.read_image(path, content)
+
+# ---- TIFF ------------------------------------------------------------------------------------------------------------
+
+def write_tiff(path, pixels, order="<", photometric=1, sample_format=1, bits=None, **more):
+    """An uncompressed TIFF of one strip. more: {t254: value}, further tags."""
+    pixels = np.ascontiguousarray(pixels)
+    h, w = pixels.shape[:2]
+    n = pixels.shape[2] if pixels.ndim > 2 else 1
+    data = pixels.astype(pixels.dtype.newbyteorder(order)).tobytes()
+    bits = bits or 8 * pixels.itemsize
+    tags = {256: w, 257: h, 258: [bits] * n, 259: 1, 262: photometric, 273: 8, 277: n, 278: h, 279: len(data),
+            339: [sample_format] * n} | {int(name[1:]): value for name, value in more.items()}
+    ifd, spare, start = b"", b"", 8 + len(data) + len(data) % 2
+    for tag, value in sorted(tags.items()):
+        values = value if isinstance(value, list) else [value]
+        kind, letter = (4, "I") if tag in (256, 257, 273, 278, 279) else (3, "H")
+        content = struct.pack(f"{order}{len(values)}{letter}", *values)
+        if len(content) > 4:
+            content, spare = struct.pack(order + "I", start + 6 + 12 * len(tags) + len(spare)), spare + content
+        ifd += struct.pack(order + "HHI", tag, kind, len(values)) + content.ljust(4, b"\0")
+    mark = {"<": b"II*\0", ">": b"MM\0*"}[order]
+    path.write_bytes(mark + struct.pack(order + "I", start) + data + bytes(len(data) % 2)
+                     + struct.pack(order + "H", len(tags)) + ifd + bytes(4) + spare)
+    return path
+
+@pytest.mark.parametrize("order", "<>")
+def test_16_bits_are_scaled_not_clipped(tmp_path, order):
+    levels = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    got = np.asarray(picture_files.read_image(write_tiff(tmp_path / "a.tif", levels, order))).astype(float)
+    assert abs(got - (levels / 257)[..., None]).max() <= 0.5
+    colours = np.stack([levels, levels[::-1], levels.T], -1)
+    got = np.asarray(picture_files.read_image(write_tiff(tmp_path / "a.tif", colours, order, 2))).astype(float)
+    assert abs(got - colours / 257).max() <= 1 and got.min() == 0 and got.max() == 255
+    mask = mask_files.read_mask(write_tiff(tmp_path / "a.tif", levels, order))
+    assert abs(np.asarray(mask) - levels / 257).max() <= 0.5
+
+def test_lab_in_a_tiff(tmp_path):
+    rng = np.random.default_rng(0)
+    lab = np.stack([rng.integers(40, 80, (64, 64)), *rng.integers(-20, 20, (2, 64, 64))], -1) # that sRGB has
+    stored = np.concatenate([(lab[..., :1] * 2.55).round(), lab[..., 1:] % 256], -1).astype(np.uint8)
+    got = picture_files.read_image(write_tiff(tmp_path / "a.tif", stored, photometric=8))
+    lab = np.concatenate([stored[..., :1] / 2.55, lab[..., 1:]], -1)
+    assert abs(np.asarray(got) - lab_in_srgb(lab)).max() <= 2.5
+
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
+@pytest.mark.parametrize("kind", [{}, {254: 1}, {254: 4}, {254: 2}, {254: 0}])
+def test_a_tiff_is_one_picture_and_its_further_pages_its_thumbnail_or_mask(tmp_path, compression, kind):
+    """Else they are layers or a scanned book, which are refused as an animation is, also where they are smaller."""
+    first, others = paint_picture((96, 64)), [paint_picture((32, 48), seed=n) for n in (1, 2)]
+    with TiffImagePlugin.AppendingTiffWriter(tmp_path / "a.tif", new=True) as file:
+        first.save(file, "TIFF", compression=compression)
+        for page in others:
+            file.newFrame()
+            page.save(file, "TIFF", compression=compression, tiffinfo=kind)
+    path = tmp_path / "a.tif"
+    if kind in ({254: 1}, {254: 4}):
+        content = common.file_hash(path)
+        assert picture_files.read_image(path, content).tobytes() == picture_files.read_image(path).tobytes() == first.tobytes()
+        assert picture_files.image_size(path) == (96, 64)
+    else:
+        with refused(path, "several pages; export one"):
+            picture_files.read_image(path)
+
+NOT_PLAIN = { # what the line says
+    "floats": (lambda: np.zeros((64, 64), np.float32), dict(sample_format=3), "8 or 16 bits"),
+    "32 bits": (lambda: np.zeros((64, 64), np.int32), dict(sample_format=2), "8 or 16 bits"),
+    "signed": (lambda: np.zeros((64, 64), np.int16), dict(sample_format=2), "8 or 16 bits"),
+    "12 bits": (lambda: np.zeros((64, 96), np.uint8), dict(bits=12, t256=64), "8 or 16 bits"),
+    "white is 0": (lambda: np.zeros((64, 64), np.uint16), dict(photometric=0), "8 or 16 bits"),
+    "planar": (lambda: np.zeros((64, 64, 3), np.uint16), dict(photometric=2, t284=2), "planar"),
+    "signed 8 bits": (lambda: np.zeros((64, 64), np.uint8), dict(sample_format=2), "8 or 16 bits"),
+    "a preview": (lambda: np.zeros((64, 64, 3), np.uint8), dict(photometric=2, t254=1), "a raw file"),
+    "DNG": (lambda: np.zeros((64, 64, 3), np.uint8), dict(photometric=2, t50706=1), "a raw file")}
+
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_a_tiff_that_would_be_misread_is_refused(tmp_path, kind):
+    pixels, options, words = NOT_PLAIN[kind]
+    path = write_tiff(tmp_path / "a.tif", pixels(), **options)
+    Image.open(path).load() # as PIL reads it
+    for read in (dataset.look_at, picture_files.read_image, mask_files.read_mask):
+        with refused(path, words):
+            read(path)
+
+# ---- which way is up -------------------------------------------------------------------------------------------------
+
+TURNS = {1: lambda a: a, 2: lambda a: a[:, ::-1], 3: lambda a: a[::-1, ::-1], 4: lambda a: a[::-1],
+         5: lambda a: a.transpose(1, 0, 2), 6: lambda a: np.rot90(a, -1),
+         7: lambda a: np.rot90(a, 2).transpose(1, 0, 2), 8: lambda a: np.rot90(a)} # by EXIF orientation
+
+@pytest.mark.parametrize("orientation", TURNS)
+@pytest.mark.parametrize("suffix", ["tif", "avif", HEIC])
+@pytest.mark.parametrize("wide", [False, True])
+def test_pictures_are_turned_once(tmp_path, monkeypatch, suffix, orientation, wide):
+    """PIL turns a TIFF, and pillow-heif a HEIC, by itself; an AVIF is ours to turn."""
+    image = Image.fromarray(patches()[:64])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image.info["exif"] = exif.tobytes()
+    options, loss = LOSS[suffix]
+    if suffix != "heic": # (which writes the turn only from there)
+        options = options | dict(exif=exif)
+    if wide:
+        options = options | dict(icc_profile=rgb_profile("P3"))
+    path = save(image, tmp_path / f"a.{suffix}", **options)
+    want = TURNS[orientation](in_srgb(patches()[:64], "P3") if wide else patches()[:64])
+    assert picture_files.image_size(path) == (want.shape[1], want.shape[0])
+    got = picture_files.read_image(path)
+    assert got.size == picture_files.image_size(path) and furthest(got, want) <= 1.5 + 3 * loss
+    monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decodes the pixels"))
+    assert dataset.look_at(path)[0] == got.size
+
+@pytest.mark.parametrize("mode", ["L", "I;16", "P", "RGBA", "CMYK", "RGB", "1"])
+@pytest.mark.parametrize("orientation", [3, 6, 7])
+def test_a_turned_tiff_is_read_by_its_path_as_from_its_bytes(tmp_path, mode, orientation):
+    """PIL maps an uncompressed file into memory by the size after the turn."""
+    image = Image.fromarray(patches()[:64]).convert("L" if mode == "I;16" else mode)
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(image).astype(np.uint16) * 257)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = save(image, tmp_path / "a.tif", exif=exif)
+    plain = picture_files.read_image(save(image, tmp_path / "b.tif"))
+    want = TURNS[orientation](np.asarray(plain))
+    assert np.array_equal(np.asarray(picture_files.read_image(path)), want)
+    assert np.array_equal(np.asarray(picture_files.read_image(path, common.file_hash(path))), want)
+
+XMP = b"""<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
+<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>"""
+
+@pytest.mark.parametrize("suffix", ["tif", "avif", HEIC])
+def test_xmp_does_not_turn_what_its_format_turns(tmp_path, suffix):
+    """Editors turn the pixels and leave the words."""
+    options = dict(tiffinfo={700: XMP}) if suffix == "tif" else dict(xmp=XMP)
+    image = Image.fromarray(patches()[:64])
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "heic":
+        heif = pillow_heif.from_pillow(image)
+        heif.save(path, quality=-1)
+    else:
+        save(image, path, **options)
+    assert picture_files.image_size(path) == picture_files.read_image(path).size == (96, 64)
+
+# ---- HEIC ------------------------------------------------------------------------------------------------------------
+
+@needs_heif
+def test_without_its_package_heic_is_a_line_that_names_it(tmp_path, data, plus, monkeypatch):
+    path = save(paint_picture(), data / "target/cat.heic")
+    (data / "target/cat.png").unlink()
+    assert samples_of(plus, data)[1] == []
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    samples, problems = samples_of(plus, data)
+    assert list(samples) == ["good"] and len(problems) == 1
+    assert is_one_line(problems[0], path, "pip install pillow-heif")
+
+def test_heic_without_its_package_is_told_by_its_first_bytes(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    for brand in (b"heic", b"heix", b"hevc", b"mif1", b"msf1"):
+        path = tmp_path / "a.jpg"
+        path.write_bytes(b"\0\0\0\x18ftyp" + brand + bytes(40))
+        with refused(path, "pip install pillow-heif"):
+            picture_files.image_size(path)
+    path.write_bytes(b"\0\0\0\x18ftypmp42" + bytes(40)) # a film
+    with refused(path, "no PNG, JPEG, WebP, BMP, TIFF, AVIF or HEIC picture"):
+        picture_files.image_size(path)
+
+@pytest.mark.parametrize("suffix", ["avif", HEIC])
+@pytest.mark.parametrize("primaries, curve", [(9, 16), (9, 18), (12, 13), (1, 13), (2, 2), (6, 6)])
+def test_hdr_is_refused(tmp_path, suffix, primaries, curve):
+    """Where it is told by numbers alone, which PIL ignores. Those of sRGB and of films are read."""
+    path = save(paint_picture(), tmp_path / f"a.{suffix}")
+    head, box, tail = path.read_bytes().partition(b"colrnclx")
+    path.write_bytes(head + box + struct.pack(">2H", primaries, curve) + tail[4:])
+    if primaries < 9:
+        assert picture_files.image_size(path) == picture_files.read_image(path).size
+        return
+    with refused(path, "HDR or wide colours"):
+        picture_files.image_size(path)
+    assert box
+
+@needs_heif
+def test_a_heic_of_pillow_heif_tells_its_colours_so(tmp_path):
+    heif = pillow_heif.from_pillow(paint_picture())
+    heif.save(tmp_path / "a.heic", quality=90, save_nclx_profile=True, color_primaries=9, transfer_characteristics=16)
+    with refused("a.heic", "HDR"):
+        picture_files.image_size(tmp_path / "a.heic")
+
+# ---- damage, and files beside the code -------------------------------------------------------------------------------
+
+@pytest.mark.filterwarnings("ignore") # of PIL, about the damage
+@pytest.mark.parametrize("suffix", ["tif", "avif", HEIC])
+def test_no_damage_is_a_traceback(tmp_path, suffix):
+    options, _ = LOSS[suffix]
+    path = save(paint_picture((96, 64)), tmp_path / f"a.{suffix}", icc_profile=rgb_profile("P3"), **options)
+    sound, rng = path.read_bytes(), np.random.default_rng(0)
+    damaged = [sound[:int(n)] for n in np.linspace(0, len(sound) // 2, 40)]
+    assert "icc_profile" in Image.open(path).info
+    for bit in [*range(0, 8 * 400, 5), *rng.integers(0, 8 * len(sound), 200)]:
+        data = bytearray(sound)
+        data[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(data))
+    for n, content in enumerate(damaged):
+        path.write_bytes(content)
+        try:
+            with within(5):
+                dataset.look_at(path)
+                picture_files.read_image(path)
+            assert n >= 40, f"cut to {len(content)} bytes went unnoticed"
+        except common.InputError as e:
+            assert is_one_line(str(e), path)
+
+@pytest.mark.parametrize("suffix", ["tif", "tiff", "TIF", "avif", HEIC])
+def test_a_dataset_may_have_such_files(tmp_path, plus, suffix):
+    data = add_item(tmp_path / "d", "cat", mask=Image.new("L", (64, 64)))
+    options = LOSS["tif" if suffix.lower() in ("tif", "tiff") else suffix][0]
+    for role in ("target", "control"):
+        (data / role / "cat.png").unlink()
+        save(paint_picture(), data / role / f"cat.{suffix}", **options)
+    (data / "mask/cat.png").unlink()
+    mask = np.zeros((64, 64), np.uint8)
+    mask[:20] = 255
+    save(Image.fromarray(mask), data / "mask/cat.tif")
+    samples, problems = samples_of(plus, data)
+    assert problems == [] and samples["cat"].mask.endswith("mask/cat.tif")
+    result = run_script("tools/import_data.py", data, tmp_path / "copy")
+    assert result.status == 0, result.err
+    copies = {path.suffix: path.read_bytes() for path in (tmp_path / "copy/target").glob("cat.[!t]*")}
+    assert copies.get("." + suffix.lower(), b"tif") in (b"tif", (data / f"target/cat.{suffix}").read_bytes())
+    assert samples_of(plus, tmp_path / "copy")[0].keys() == {"cat"}
+
+def test_predict_edits_a_tiff_of_wide_colours_as_its_copy_in_srgb(tmp_path):
+    wide = save(Image.fromarray(patches()), tmp_path / "a/photo.tif", icc_profile=rgb_profile("P3"))
+    save(picture_files.read_image(wide), tmp_path / "b/photo.png")
+    for folder in ("a", "b"):
+        result = run_script("predict.py", "--image", tmp_path / folder, "--prompt", "add a red border", "--lora=",
+                            "--num_inference_steps", 2, "--cache_dir", tmp_path / "c",
+                            "--out_dir", tmp_path / "out" / folder)
+        assert result.status == 0, result.err
+    a, b = [Image.open(tmp_path / "out" / folder / "photo.png") for folder in ("a", "b")]
+    assert a.tobytes() == b.tobytes() and "icc_profile" not in a.info
+

@@ -1,0 +1,218 @@
+"""
+What a NAS, a system or a program leaves in a folder is neither trained nor an error, wherever a folder is read, and one
+line counts it; what is only in a cloud, or was not fetched by git, is named.
+"""
+import json
+import shutil
+
+import pytest
+
+import common
+from library.data import dataset, job_files, picture_files
+from library.files import stray_files
+from tests.harness import add_item, is_one_line, paint_picture, refused, run_script, save
+
+# {who: folders, each of which holds a thumbnail or a deleted picture; files}
+LEFT = {
+    "Synology": ("@eaDir #recycle #snapshot @tmp", "SYNOFILE_THUMB_M.png cat.png@SynoResource cat.png@SynoEAStream"),
+    "QNAP": (".@__thumb @Recycle @Recently-Snapshot", ""),
+    "Samba": ("@GMT-2024.01.01-12.00.00", ""),
+    "Windows": ("$RECYCLE.BIN RECYCLER",
+                "Thumbs.db ehthumbs.db DESKTOP.INI ~$cat.png cat.png:Zone.Identifier"),
+    "macOS": (".AppleDouble .Trashes .fseventsd .Spotlight-V100 __MACOSX", ".DS_Store ._cat.png ._cat.txt Icon\r"),
+    "Linux": ("lost+found .Trash-1000 .thumbnails", ".directory .nfs0001"),
+    "programs that keep folders equal": (".stfolder .stversions .dropbox.cache .tmp.drivedownload .~tmp~ .sync "
+                                         "_gsdata_",
+                                         ".syncthing.cat.png.tmp .owncloudsync.log ._sync_1.db ~syncthing~a.png.tmp"),
+    "programs for photographs": (".BridgeCache .picasaoriginals Previews.lrdata", ".picasa.ini cat.xmp"),
+    "programmers": (".git __pycache__ .ipynb_checkpoints", ".cat.png.swp .#cat.txt")}
+SECOND = ("cat.sync-conflict-20260101-120000-ABCDEFG.png", "cat (Eve's conflicted copy 2026-01-01).png",
+          "cat_conflict-20240101-120000.png")
+# what a person may call things
+MINE = "backup recycler Recycler found.001 Recycle Originals thumbs trash cat@home #1 (copy)".split()
+
+def put_left(folder, who):
+    """It leaves these in a folder -> how many things they are."""
+    folders, files = [names.split(" ") if names else [] for names in LEFT[who]]
+    for name in folders:
+        save(paint_picture(seed=7), folder / name / "cat.png")
+        save(paint_picture(seed=8), folder / name / "sub/cat_1.png")
+        (folder / name / "cat.txt").write_text("a thumbnail", encoding="utf-8")
+    for name in files:
+        save(paint_picture(seed=9), folder / name, format="PNG")
+    return len(folders + files)
+
+def summary(samples):
+    """What is trained: names, prompts and the bytes of each picture."""
+    rows = []
+    for sample in samples:
+        files = [*dataset.pictures_of(sample), *filter(None, [sample.mask])]
+        rows.append((sample.name, sample.prompts, [common.file_hash(path) for path in files]))
+    return sorted(rows)
+
+def count_of(line):
+    return int(line.split("everywhere: ")[1].split()[0])
+
+def told(result):
+    return [line for line in (result.out + result.err).splitlines() if "passed over" in line]
+
+def pairs(folder, number=4):
+    for n in range(number):
+        add_item(folder, f"sub/pair{n}" if n % 2 else f"pair{n}")
+    return folder
+
+@pytest.mark.parametrize("who", LEFT)
+def test_what_systems_leave_in_a_dataset_is_counted_once_and_not_trained(tmp_path, monkeypatch, who):
+    """Beside target/ too, where an unknown folder is an error, and in each folder below."""
+    data = pairs(tmp_path / "data")
+    want, lines = summary(dataset.read_dataset(data)[0]), []
+    number = sum(put_left(folder, who) for folder in (data, data / "target", data / "control/sub"))
+    monkeypatch.setattr(common, "warn_once", lines.append)
+    samples, problems = dataset.read_dataset(data)
+    assert summary(samples) == want and len(want) == 4 and not problems
+    [line] = lines
+    assert count_of(line) == number and str(data) in line
+
+@pytest.mark.parametrize("who", LEFT)
+def test_import_data_takes_no_thumbnail_and_no_bin_for_a_pair(tmp_path, who):
+    """Found by names or named, with two halves, which share no picture; a line counts what was left, of each folder
+    that was named."""
+    source = pairs(tmp_path / "data")
+    number = sum(put_left(folder, who) for folder in (source / "target", source / "control/sub"))
+    beside = put_left(source, who)
+    named = ["--target", source / "target", "--control", source / "control"]
+    for n, (words, left) in enumerate((([source], number + beside), (named, number))):
+        places = [tmp_path / f"out{n}", tmp_path / f"out{n}_val"]
+        at = 1 if words == [source] else 0
+        result = run_script("tools/import_data.py", *words[:at], places[0], *words[at:], "--hold_out", 2)
+        assert result.status == 0, result.err
+        halves = [summary(dataset.read_dataset(place)[0]) for place in places]
+        assert list(map(len, halves)) == [2, 2]
+        first, second = [{content for _, _, files in half for content in files} for half in halves]
+        assert first.isdisjoint(second)
+        lines = told(result)
+        assert len(lines) == (1 if words == [source] else 2) and sum(map(count_of, lines)) == left
+
+def test_junk_beside_a_tables_pictures_a_table_and_a_configuration_is_passed_over(tmp_path):
+    """AppleDouble files have the name of a table, and a second version of one would be another table."""
+    source = tmp_path / "source"
+    for name in "ab":
+        save(paint_picture(seed=ord(name)), source / "images" / f"{name}.png")
+    row = json.dumps(dict(target="images/a.png", control="images/b.png", prompt="go"))
+    for name in ("metadata.jsonl", "metadata.sync-conflict-20260101-120000-ABCDEFG.jsonl"):
+        (source / name).write_text(row, encoding="utf-8")
+    for name in ("._metadata.jsonl", "._train.parquet", "._x.safetensors"):
+        (source / name).write_bytes(b"\0\5\x16\7")
+    number = sum(put_left(source / "images", who) for who in LEFT)
+    result = run_script("tools/import_data.py", source, tmp_path / "out")
+    assert result.status == 0 and ": 1 samples" in result.out, result.err
+    assert [count_of(line) for line in told(result)] == [number] and "not used" not in result.out
+    (source / "set.toml").write_bytes(b'[[datasets]]\nimage_directory = "images"\ncontrol_directory = "images2"')
+    shutil.copytree(source / "images", source / "images2")
+    result = run_script("tools/import_data.py", source / "set.toml", tmp_path / "configured", "--prompt", "go")
+    assert result.status == 0 and ": 2 samples" in result.out, result.err
+
+def test_a_folder_of_pictures_to_edit_holds_no_junk(tmp_path):
+    """Nor is one that a person found in a bin refused: only what lies below it counts."""
+    folder = tmp_path / "#recycle/@eaDir/mine"
+    save(paint_picture(), folder / "a.png")
+    for who in LEFT:
+        put_left(folder, who)
+    flags = type("Flags", (), dict(jobs=None, image=[folder], prompt="go", out_dir=tmp_path / "out"))
+    samples, problems = job_files.read_samples(flags)
+    assert [sample.name for sample in samples] == ["a"] and not problems
+
+def test_a_second_version_is_named_and_a_persons_own_names_are_trained(tmp_path, monkeypatch):
+    """What looks like a conflict is not silent, as it may be the better one."""
+    data, lines = tmp_path / "data", []
+    for name in MINE:
+        add_item(data, f"{name}/{name}")
+    for name in SECOND:
+        save(paint_picture(seed=3), data / "target" / name)
+    monkeypatch.setattr(common, "warn_once", lines.append)
+    samples, problems = dataset.read_dataset(data)
+    assert {sample.name for sample in samples} == {f"{name}/{name}" for name in MINE} and not problems
+    [line] = lines
+    assert "3 files are not used" in line and all(name in line for name in SECOND[:2])
+
+@pytest.mark.parametrize("form, cloud", [(".{}.icloud", "iCloud"), ("{}.nextcloud", "Nextcloud"),
+                                         ("{}.owncloud", "ownCloud")])
+def test_a_picture_that_is_only_in_a_cloud_is_named(data, tmp_path, form, cloud):
+    """In a folder, in a table, to edit and to import."""
+    place = data / "control/cat.png"
+    place.unlink()
+    place.with_name(form.replace("{}", "cat.png")).write_bytes(b"bplist00")
+    row = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
+    (tmp_path / "rows").mkdir()
+    for name in ("metadata.jsonl", "rows.csv"):
+        (data / name).write_text(json.dumps(row) if name[0] == "m" else "target,control,prompt\n"
+                                 "target/cat.png,control/cat.png,go", encoding="utf-8")
+    problems = dataset.read_dataset(data / "metadata.jsonl")[1]
+    (data / "metadata.jsonl").unlink()
+    problems += [problem for problem in dataset.read_dataset(data)[1] if cloud in problem]
+    for source in (data, data / "rows.csv"):
+        result = run_script("tools/import_data.py", source, tmp_path / "out")
+        assert result.status == 1
+        problems += [error for error in result.errors if cloud in error]
+    assert len(problems) == 4
+    assert all(is_one_line(problem, "control/cat.png", f"in {cloud}", "download it first") for problem in problems)
+    with refused(place, cloud):
+        picture_files.open_image(place)
+
+POINTERS = ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+            "/annex/objects/MD5E-s1--1.png\n")
+
+@pytest.mark.parametrize("pointer", POINTERS)
+@pytest.mark.parametrize("file", ["target/cat.png", "control/cat.png", "target/cat.txt", "metadata.jsonl", "rows.csv"])
+def test_a_pointer_of_git_is_neither_a_picture_nor_a_prompt(data, tmp_path, file, pointer):
+    """One line says what it is, and how to fetch the file."""
+    (data / file).write_text(pointer, encoding="utf-8")
+    if file == "rows.csv":
+        [problem] = run_script("tools/import_data.py", data / file, tmp_path / "out").errors
+    elif file == "metadata.jsonl":
+        with pytest.raises(common.InputError) as e:
+            dataset.read_dataset(data / file)
+        problem = str(e.value)
+    else:
+        samples, problems = dataset.read_dataset(data)
+        for sample in samples:
+            with common.collect_errors(problems):
+                dataset.look_at_sample(sample)
+        [problem] = problems
+    assert is_one_line(problem, data / file, "a pointer of git", "git lfs pull")
+
+def test_the_table_knows_any_case_and_no_name_of_a_person():
+    """A dot alone begins what is junk, but for the folders . and .."""
+    for name in ("THUMBS.DB", "@EADIR", "$Recycle.Bin", "System Volume Information", "Icon\r", "LOST+FOUND", ".x"):
+        assert stray_files.is_junk(name), name
+    for name in (*MINE, ".", "..", "cat.png", "icon", "Icon.png", "thumbs.png", "recycler.png", "@cat.png", "#2.png",
+                 "snapshot", "tmp", "Thumbs.db.png", ".cat.png.icloud"):
+        assert not stray_files.is_junk(name), name
+    assert stray_files.is_junk(".notes.pdf.icloud")
+
+def test_a_placeholder_beside_its_picture_is_junk(tmp_path):
+    """As of a download that has come since."""
+    for name in ("cat.png", ".cat.png.icloud", "dog.png.nextcloud"):
+        (tmp_path / name).touch()
+    assert stray_files.kind_of(tmp_path / ".cat.png.icloud") == "junk"
+    assert stray_files.kind_of(tmp_path / "dog.png.nextcloud") == "away"
+
+def test_the_line_names_each_folder_with_pictures_that_was_passed_over(tmp_path, monkeypatch):
+    """Before all files, so that a person sees if one was his; other things fill what is left of the line."""
+    data, lines = pairs(tmp_path / "data"), []
+    folders = ["#snapshot", ".mine", ".git", "@eaDir", "target/lost+found"]
+    for name in folders:
+        save(paint_picture(), data / name / "sub/cat.png")
+    for name in (".0/config", "target/.00", "target/Thumbs.db"):
+        (data / name).parent.mkdir(exist_ok=True)
+        (data / name).write_bytes(b"")
+    monkeypatch.setattr(common, "warn_once", lines.append)
+    dataset.read_dataset(data)
+    assert "8 (#snapshot/, .git/, .mine/, @eaDir/, lost+found/, ...)" in lines[0]
+
+def test_a_source_without_folders_that_are_known_is_told_by_what_is_not_junk(tmp_path):
+    """A NAS' own folders come first by their names, and would hide a person's."""
+    for name in ("#recycle", "#snapshot", "$RECYCLE.BIN", ".@__thumb", ".git", "@eaDir", "after", "before"):
+        (tmp_path / "source" / name).mkdir(parents=True)
+    [line] = run_script("tools/import_data.py", tmp_path / "source", tmp_path / "out").errors
+    assert "holds after, before;" in line

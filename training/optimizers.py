@@ -1,0 +1,130 @@
+"""
+--optimizer, --optimizer_args and --ema: which class trains the LoRA, and which of its weights are of use.
+
+An optimizer may train one set of weights, and an average of them is what you use: a schedule-free class
+(arxiv.org/abs/2405.15682), or any class with --ema. Such a class has train() and eval(), which put either set into the
+parameters. Validations, best step, checkpoints and the finished LoRA have the average; the training goes on from the
+trained weights, also after --resume.
+
+--ema D keeps an exponential moving average of the weights w (Polyak & Juditsky 1992; arxiv.org/abs/2411.18704):
+
+    a(1) = w(1), a(n) = d a(n-1) + (1 - d) w(n) with d = min(D, n / (n + 9))
+
+The second part of the minimum is the warm-up of diffusers' EMAModel. It matters here, because a LoRA begins at zero and
+learns for a few hundred steps: after 300 steps an average with d = 0.99 all along would be 5 % that zero, and with
+0.9999 97 % of it. So the average is over about the last ninth of the run (Karras et al. 2023, arxiv.org/abs/2312.02696,
+average over such a share throughout), until 1 / (1 - D) steps are less than that: with 0.99 100 steps, after step 891.
+"""
+import contextlib
+from functools import partial
+from importlib.util import find_spec
+from pydoc import ErrorDuringImport, locate
+
+from common import InputError, first_words, warn_once
+
+NOT_FOUND = "argument --optimizer: found no {!r}; pip install it, or give torch.optim.AdamW"
+
+
+def refuse_missing(args, parser):
+    """Ends the script if no package of --optimizer's is installed, before anything slow: nothing is imported."""
+    package = args.optimizer.split(".")[0]
+    if not package or not find_spec(package):
+        parser.error(NOT_FOUND.format(args.optimizer))
+
+
+def find_optimizer(args, parser):
+    """-> make_optimizer(parameters), by the flags; all that can be wrong with them ends the script with a line, here
+    or when one is made. A name that leads nowhere does not wait for torch."""
+    try:
+        found = locate(args.optimizer) # imports a class by its dotted name
+    except ErrorDuringImport as e:
+        parser.error(f"argument --optimizer: {args.optimizer} cannot be imported ({first_words(e)}); mend that, "
+                     "or give torch.optim.AdamW")
+    if not isinstance(found, type):
+        parser.error(NOT_FOUND.format(args.optimizer))
+    if args.ema and has_average(found):
+        parser.error(f"argument --ema: {args.optimizer} has an average of its own; leave out --ema")
+    for line in scheduled_twice(args.optimizer, args.lr_scheduler):
+        warn_once(f"warning: {line}")
+    return partial(make, with_ema(found, args.ema) if args.ema else found, args)
+
+
+def make(optimizer_class, args, parameters):
+    """All parameters are one group: train.py's loop sets its learning rate, and a checkpoint has its settings."""
+    settings = dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args)
+    try:
+        optimizer = optimizer_class(parameters, **settings)
+        use_trained_weights(optimizer)
+    except Exception as e: # a foreign class can fail in any way
+        raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
+    return optimizer
+
+
+def with_ema(optimizer_class, decay):
+    """-> the class with an average of the weights. It is kept in the optimizer's state of each parameter, where a
+    checkpoint keeps it, but only from the first step on: many classes take a state that is not empty for one that they
+    have filled."""
+
+    class WithEma(optimizer_class): # a class because it has the two methods of a schedule-free one
+        __module__ = optimizer_class.__module__ # by which training/failures.py knows torch's own
+        ema_steps = 0
+
+        def step(self):
+            super().step()
+            self.ema_steps += 1
+            share = 1 - min(decay, self.ema_steps / (self.ema_steps + 9))
+            for p in self.all_parameters():
+                state = self.state[p]
+                if "averaged" not in state:
+                    state["averaged"] = p.detach().clone()
+                state["averaged"].lerp_(p.detach(), share)
+
+        def eval(self):
+            for p in self.all_parameters():
+                p.data.copy_(self.state[p].get("averaged", p))
+
+        def all_parameters(self): # which a class may put into several groups
+            return [p for group in self.param_groups for p in group["params"]]
+
+        def train(self):
+            """Does nothing: use_trained_weights puts them back, from a copy."""
+    WithEma.__name__ = optimizer_class.__name__
+    return WithEma
+
+
+# ---- the average -----------------------------------------------------------------------------------------------------
+
+
+def has_average(optimizer):
+    """Whether an optimizer, or a class of them, trains one set of weights and lets you use an average of them."""
+    return hasattr(optimizer, "eval")
+
+
+@contextlib.contextmanager
+def averaged_weights(optimizer):
+    """Within `with` the parameters are the average, if the optimizer has one. The trained weights wait beside its
+    state, so that a checkpoint that is written now has both."""
+    if not has_average(optimizer):
+        yield
+        return
+    try:
+        for p, state in optimizer.state.items():
+            state["trained"] = p.data.clone()
+        optimizer.eval()
+        yield
+    finally:
+        use_trained_weights(optimizer)
+
+
+def use_trained_weights(optimizer):
+    """Puts the trained weights back, from the copy: a schedule-free optimizer's own way back rounds, so that a
+    validation would change the training."""
+    if has_average(optimizer):
+        optimizer.train()
+        for p, state in optimizer.state.items():
+            p.data.copy_(state.pop("trained", p))
+
+def scheduled_twice(optimizer, lr_scheduler):
+    if lr_scheduler != "constant" and has_average(locate(optimizer)):
+        yield (f"--lr_scheduler {lr_scheduler}: {optimizer} is schedule-free, and its average replaces a schedule; "
+               "give constant")

@@ -1,0 +1,245 @@
+"""
+What would happen for the first time at a checkpoint, or at the end of a run, is tried before its first step.
+
+An optimizer, of any package, may keep what it wants where it wants. Here one takes a few steps with small copies of the
+LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.
+The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
+
+A checkpoint and the finished LoRA are written, read back, compared with what is trained, and put on a second model.
+Meanwhile the LoRA has random numbers, as zeros would hide a wrong scale; and of blocks whose LoRAs are alike all but
+the first have matrices of one column or row, so that this takes a second, too.
+"""
+import contextlib
+import gc
+import math
+import random
+import shutil
+import types
+
+import torch
+from peft.tuners.lora import LoraLayer
+
+import predict
+from common import InputError, first_words, on_first_process, rank
+from library.files.tensor_files import read_tensors
+from library.lora.lora_paths import LORA_FILE
+from rope_patch import blocks_of
+from training import best_step
+from training.optimizers import averaged_weights
+from training.resume import (OPTIMIZER_FILE, copies_of, load_optimizer, read_checkpoint, save_optimizer, some_of,
+                             take_steps, trial)
+
+STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
+FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+
+
+def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty, default):
+    """InputError if an optimizer of --optimizer would not resume to the bit, or if the files of this run could not be
+    used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA; default: as for
+    hints.next_commands. All others are train.py's. Nothing is changed."""
+    if len({group["lr"] for group in optimizer.param_groups}) > 1:
+        raise InputError(f"{out_dir}: the optimizer's groups of parameters have several learning rates, and the loop "
+                         "sets one for all; let it multiply them, or put all into one group")
+    here = {*lora.values()}
+    strange = [p for group in optimizer.param_groups for p in group["params"] if p not in here]
+    if strange:
+        raise InputError(f"{out_dir}: the optimizer trains {len(strange)} tensors that no checkpoint would keep, for "
+                         f"instance one of {list(strange[0].shape)}; mend make_model or make_optimizer in train.py")
+    folder = out_dir / f".tmp-trial-{rank()}" # one name: the next start deletes what a killed one has left
+    check_optimizer(args, lora, make_optimizer, folder)
+    on_first_process(lambda: check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint,
+                                         meta, load_empty, default))
+    gc.collect() # the second model's parts refer to each other
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint, meta, load_empty, default):
+    """InputError names what is lost in the files of this run, which are written into `folder`."""
+    try:
+        with trial():
+            trained, scales, firsts = write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta)
+        try:
+            found = find_wrong(folder, args.optimizer, trained, scales, firsts, load_empty())
+            best_step.next_commands(args, folder, default)
+        except InputError as e: # which names a file that will not be there
+            found = first_words(e).removeprefix("error: ")
+    except Exception as e: # of code that a person has changed, which can fail in any way
+        found = f"{type(e).__name__}: {first_words(e)}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if found:
+        raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
+                         "write_checkpoint, predict.py's save_lora and read_lora, or library/cli/near_misses.py")
+
+
+def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta):
+    """Writes checkpoint-000001 and the finished LoRA -> {name in a file: tensor} of what is trained, {layer: scale},
+    the numbers of the blocks whose matrices are whole."""
+    with random_numbers(transformer, lora) as firsts:
+        optimizer = make_optimizer(lora.values())
+        write_checkpoint(folder / "checkpoint-000001", 1, optimizer)
+        trained = lora | {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+        with averaged_weights(optimizer):
+            predict.save_lora(folder / LORA_FILE, transformer, dict(step=1, **meta), fold=True)
+            trained = {f"transformer.{name.replace('.default.', '.')}": p.detach().to("cpu", copy=True)
+                       for name, p in trained.items()}
+    scales = {name: module.scaling["default"] for name, module in transformer.named_modules()
+              if isinstance(module, LoraLayer) and "default" in module.scaling}
+    return trained, scales, firsts
+
+
+@contextlib.contextmanager
+def random_numbers(transformer, lora):
+    """Within `with` the LoRA has random numbers, and of the blocks whose LoRAs have the same layers, ranks and scales
+    only the first one has whole matrices -> the numbers of these. Afterwards all is as it was, to the bit."""
+    kinds, narrow, weights = {}, set(), {p: p.data for p in lora.values()}
+    for n, block in enumerate(blocks_of(transformer)):
+        shapes = [(name, p.shape) for name, p in block.named_parameters() if p.requires_grad]
+        scales = [module.scaling for module in block.modules() if isinstance(module, LoraLayer)]
+        if kinds.setdefault(str((shapes, scales)), n) != n:
+            narrow.update(block.parameters())
+    try:
+        for n, (name, p) in enumerate(lora.items()):
+            part = p.data
+            if p in narrow and ".lora_A." in name:
+                part = part[:, :1]
+            elif p in narrow and ".lora_B." in name:
+                part = part[:1]
+            numbers = torch.randn(part.shape, generator=torch.Generator().manual_seed(n))
+            p.data = numbers.to(p.device)
+        yield list(kinds.values())
+    finally:
+        for p, data in weights.items():
+            p.data = data
+
+
+def find_wrong(folder, optimizer, trained, scales, firsts, second):
+    """-> what of write_files' answer does not come back from its files, in words; None if all does. second: an empty
+    transformer, which gets both LoRAs, as far as they are whole."""
+    checkpoint, (finished, meta) = folder / "checkpoint-000001", predict.read_lora(folder)
+    folded = dict(trained)
+    for layer, scale in scales.items():
+        folded[f"transformer.{layer}.lora_B.weight"] = scale * trained[f"transformer.{layer}.lora_B.weight"]
+    for what, read, wanted in (("a checkpoint", read_checkpoint(checkpoint, optimizer).lora, trained),
+                               ("the finished LoRA", finished, folded)):
+        for name in sorted(read.keys() ^ wanted.keys()):
+            return f"{what} has {name}, which is not trained" if name in read else f"{what} lacks {name}"
+        for name, tensor in wanted.items():
+            if not same_bits(read[name], tensor):
+                return f"{what} has other numbers in {name}"
+    narrow = set()
+    for n, block in enumerate(blocks_of(second)):
+        if n not in firsts:
+            narrow.update(block.modules())
+    places = {f"transformer.{name}" for name, module in second.named_modules() if module not in narrow}
+    for adapter, state, meta in (("trained", *predict.read_lora(checkpoint)), ("finished", finished, meta)):
+        whole = {name: tensor for name, tensor in state.items() if name.rsplit(".lora_", 1)[0] in places}
+        predict.load_lora(second, adapter, whole, meta, folder)
+    for layer in (layer for layer in scales if f"transformer.{layer}" in places):
+        found = second.get_submodule(layer).scaling
+        if not math.isclose(found["trained"], scales[layer], rel_tol=1e-6) or found["finished"] != 1:
+            return f"{layer} is trained at a scale of {scales[layer]:g}, and loaded at {found['trained']:g}"
+    return None
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def check_optimizer(args, lora, make_optimizer, folder):
+    """InputError if an optimizer of --optimizer would not resume to the bit, or cannot be written, into `folder`."""
+    # torch's own need no trial with their defaults: the tests have tried them, with --ema too
+    if args.optimizer.startswith("torch.optim.") and not args.optimizer_args:
+        return
+    try:
+        with trial():
+            lost, moved = find_lost(some_of(lora), make_optimizer, folder)
+    except Exception as e: # a foreign class can fail in any way
+        raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
+                         f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if lost is not None:
+        raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
+                         "anew; take another, such as torch.optim.AdamW")
+    if args.lr > 0 and not moved:
+        raise InputError(f"--optimizer {args.optimizer}: changes no weight in {STEPS[0]} steps; give other "
+                         "--optimizer_args, or another, such as torch.optim.AdamW")
+
+
+def find_lost(few, make_optimizer, folder):
+    """-> (what of an optimizer's state does not come back, None if all does; whether it changes the weights). few:
+    {name: parameter}; folder: where it may write."""
+    first = copies_of(few)
+    optimizer = make_optimizer(first.values())
+    take_steps(optimizer, first, range(STEPS[0]))
+    with averaged_weights(optimizer):
+        second = copies_of(first)
+        save_optimizer(folder, optimizer, first)
+        tensors, info = read_tensors(folder / OPTIMIZER_FILE)
+    other = make_optimizer(second.values())
+    load_optimizer(other, second, tensors, info["optimizer"])
+    moved = not all(same_bits(first[name], few[name]) for name in few)
+    lost = difference(parts_of(optimizer, first), parts_of(other, second), "", set())
+    if lost is None:
+        for one, parameters in ((optimizer, first), (other, second)):
+            random.seed(id(one)) # a resumed process has other numbers here, too; torch's are seeded for each step
+            take_steps(one, parameters, range(STEPS[0], sum(STEPS)))
+        if not all(close(first[name], second[name], few[name]) for name in few):
+            lost = "all of its state: with the same gradients it goes on with other steps"
+        with averaged_weights(optimizer):
+            save_optimizer(folder, optimizer, first) # what has come since can be saved, too
+    return lost, moved
+
+
+def parts_of(optimizer, parameters):
+    """All that an optimizer keeps; its state in the order of the parameters, as one with several groups fills it in
+    another order than a checkpoint does."""
+    state = dict(optimizer.state)
+    states = [state.pop(p, None) for p in parameters.values()]
+    return vars(optimizer) | dict(state=[*states, state])
+
+
+def close(p, other, before):
+    """To the bit on a CPU; a GPU may add in another order."""
+    if p.device.type == "cpu":
+        return same_bits(p, other)
+    return bool((p - other).norm() <= 0.01 * (p - before).norm())
+
+
+def same_bits(a, b):
+    if (type(a), a.dtype, a.shape, a.device) != (type(b), b.dtype, b.shape, b.device):
+        return False
+    a, b = [x.detach().cpu().contiguous().flatten().view(torch.uint8) for x in (a, b)]
+    return torch.equal(a, b)
+
+
+def difference(a, b, path, seen):
+    """-> where two values differ in any part, at any depth: ".state.0.exp_avg"; None if nowhere. seen: pairs that are
+    being compared already, as objects may refer to each other."""
+    if a is b or (id(a), id(b)) in seen:
+        return None
+    seen.add((id(a), id(b)))
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        return None if same_bits(a, b) else path
+    if type(a) is not type(b):
+        return path
+    if isinstance(a, FUNCTIONS): # of each instance its own
+        return None if a.__name__ == b.__name__ else path
+    if isinstance(a, dict):
+        a, b = [[(key if isinstance(key, str) else n, [key, value]) for n, (key, value) in enumerate(x.items())]
+                for x in (a, b)]
+    elif isinstance(a, (list, tuple)):
+        a, b = list(enumerate(a)), list(enumerate(b))
+    elif isinstance(a, (str, int, float, bytes, set, frozenset, torch.dtype, torch.device)):
+        return None if a == b or a != a and b != b else path
+    else: # an object: what pickle would keep of it, such as a generator's position
+        a, b = [[("", part) for part in x.__reduce_ex__(4)[1:]] for x in (a, b)]
+    if len(a) != len(b):
+        return path
+    for (key, value), (_, other) in zip(a, b):
+        found = difference(value, other, f"{path}.{key}".strip("."), seen)
+        if found is not None:
+            return found
+    return None

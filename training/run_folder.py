@@ -1,0 +1,185 @@
+"""
+The run folder of a training: which one it is, that no other run is at work in it, and what may be in it.
+
+It may come from a stranger, like a LoRA. train.py writes, renames and deletes in it, so before it reads a thing there
+(--resume, --plan, a folder of --out_dir that is here already) nothing in it may lead to another place.
+"""
+import contextlib
+import math
+import os
+import re
+import shutil
+import sys
+import weakref
+from pathlib import Path
+
+from common import (FULL, InputError, LONG_TEXT, file_in, is_inside, is_utf8, os_reason, refuse_to_replace, say, sync,
+                    warn_once)
+from library.files import disk
+from library.files.stray_files import is_broken, listed
+from library.lora import lora_paths
+from library.lora.lora_paths import LORA_FILE, number_of, numbered
+
+FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, beside its checkpoints
+
+
+def find(args, name):
+    """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number. Hidden
+    names, which listed() leaves out, may be of a start that was killed before its log."""
+    # a folder without a log does not count: its run never began
+    runs = [run for run in numbered("out", name) if (run / "log.jsonl").exists()]
+    folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")
+    if args.resume and runs and not args.out_dir:
+        folder = runs[-1]
+    try:
+        used = listed(folder, "*")
+    except OSError as e: # such as a name that is too long
+        raise InputError(f"--out_dir {folder}: cannot be looked at ({e.strerror}); give another folder")
+    if args.resume and not used:
+        say(f"{folder}: nothing to resume; begins there")
+    if used and not (args.resume or args.plan):
+        raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
+    check(folder, args.tracker)
+    return folder
+
+
+def lock(args, folder, name):
+    """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
+    --out_dir has just taken this folder, ours is the next number."""
+    import filelock # here, as it is not needed with --plan
+    made, held = not folder.exists(), filelock.FileLock(folder / ".lock")
+    disk.try_out(folder, append=True)
+    try:
+        has_locks = disk_has_locks(folder)
+        for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
+            refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
+        # the system releases a lock when its process dies, so a killed run leaves none behind
+        if has_locks:
+            held.acquire(blocking=False)
+        if made:
+            weakref.finalize(held, remove_unused, folder) # if the run fails before its log begins
+        return folder, held
+    except (filelock.Timeout, PermissionError):
+        if args.out_dir or args.resume:
+            raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
+        return lock(args, folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
+
+
+def remove_unused(folder):
+    """Removes a folder in which a lock is all there is. (Not within lock, or it would hold on to that lock.)"""
+    with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
+        if os.listdir(folder) == [".lock"]:
+            os.unlink(folder / ".lock")
+        os.rmdir(folder) # only if it is empty
+
+
+def check(folder, tracker):
+    """InputError names a link that leads out of a run's folder, what is neither file nor folder, a file in the place of
+    one of its folders, a log that is too long, or a name that the tracker cannot take. (wandb's own links stay inside.
+    lock looks at the files.)"""
+    words = [folder]
+    if tracker == "wandb": # which also sends the command, and where it was given
+        words += [os.getcwd(), *sys.argv]
+    strange = [word for word in words if not is_utf8(word)]
+    if strange and tracker != "none":
+        raise InputError(f"--tracker {tracker}: takes no name that is no UTF-8, as {strange[0]}; rename it, or leave "
+                         "--tracker out")
+    def unreadable(e):
+        raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mend its permissions, or give another one")
+    for place in (folder, *folder.parents):
+        if is_broken(place):
+            raise InputError(f"{place}: a link that leads nowhere; delete it, or make the folder that it leads to")
+    if not folder.is_dir(): # a new run's
+        return
+    for root, folders, files in os.walk(folder, onerror=unreadable):
+        for name in folders + files:
+            path = Path(root, name)
+            if path.is_symlink() and not is_inside(path, folder):
+                raise InputError(f"{path}: a link that leads out of its run's folder; delete it, or put there what it "
+                                 "leads to")
+            if not (path.is_symlink() or path.is_file() or path.is_dir()): # a FIFO would hang who reads it
+                raise InputError(f"{path}: neither a file nor a folder; delete it")
+    folders = [folder / name for name in FOLDERS] + numbered(folder, "checkpoint")
+    # what is deleted or renamed as a whole: a link of these, although it stays inside, would be an error much later
+    for path in [*folders, *folder.glob(".tmp-*"), *folder.glob("samples/*"), folder / ".lock"]:
+        if path.is_symlink():
+            raise InputError(f"{path}: a link, where a run has none; delete it")
+    for path in folders:
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{path}: no folder, as a run has it there; move it elsewhere")
+    log = folder / "log.jsonl" # which --resume reads whole
+    if log.is_file() and log.stat().st_size > LONG_TEXT:
+        raise InputError(f"{log}: over {LONG_TEXT:,} bytes, which is no log of a run; move it elsewhere")
+    if (folder / ".lock").exists() and not os.access(folder / ".lock", os.R_OK | os.W_OK):
+        raise InputError(f"{folder / '.lock'}: cannot be locked; mend its permissions, or delete it")
+
+TRIED = 2 * 10**9 # bytes at most that are written to find out about a quota
+
+def remove_old(path):
+    """Deletes a checkpoint, whose LoRA goes first, as without it it is none, or another folder or file of a run. A
+    warning if that fails: NFS keeps files that somebody reads, as Windows does."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            (path / LORA_FILE).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as e:
+        old = re.match(".[a-z]*[-_]?", path.name)[0] # one line for all of them
+        warn_once(f"warning: {path.parent}: an old {old}... cannot be deleted ({os_reason(e)}); tried again later")
+
+def disk_has_locks(folder):
+    """Whether this disk has locks; PermissionError if another process holds this folder's on Windows, where nobody may
+    read it then. filelock's answers differ: its oldest version takes most disks without locks for locked, its newest
+    one leaves a lock of its own, which stays there after a kill."""
+    if os.path.isfile(folder / ".lock"):
+        with open(folder / ".lock", "rb") as f:
+            f.read(1)
+    try:
+        import fcntl
+    except ModuleNotFoundError: # Windows always has them
+        return True
+    with file_in(folder) as trial, open(trial, "xb") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            warn_once(f"{folder}: no locks on this disk ({os_reason(e)}): do not start two runs in this folder")
+            return False
+    return True
+
+def check_room(folder, numbers, keep, ema=0):
+    """InputError if a checkpoint of so many LoRA parameters does not fit: fp32, and as much twice for an optimizer such
+    as AdamW, four times with --ema, which adds the average and the trained weights. A warning if --keep do not, with
+    the one that is written before the oldest is deleted, and the LoRA."""
+    files = 4 * numbers, (16 if ema else 8) * numbers
+    size = sum(files)
+    more = max(keep + 1 - len(lora_paths.checkpoints(folder)), 1)
+    usage = shutil.disk_usage(folder)
+    free = usage.free if usage.total else math.inf # unknown
+    if size <= min(free, TRIED):
+        free = min(free, room_for(folder, files))
+    if free < size:
+        raise InputError(f"{folder}: has room for {free / 1e9:.3g} GB, and a checkpoint takes {size / 1e9:.3g} GB; "
+                         "free some space, or give a folder on another disk")
+    if free < more * size + files[0]:
+        warn_once(f"warning: {folder}: has room for {int(free // size)} more checkpoints of {size / 1e9:.3g} GB, and "
+                  f"--keep {keep} will need {more}, and the finished LoRA; free some space")
+
+def room_for(folder, sizes):
+    """-> infinity if files of these sizes, in bytes, can be written; else the bytes that could be, as by a quota."""
+    part, written = os.urandom(2**20), 0
+    try:
+        with contextlib.ExitStack() as stack:
+            for size in sizes:
+                trial = stack.enter_context(file_in(folder))
+                f = stack.enter_context(open(trial, "xb", buffering=0))
+                while size: # a write that reaches a limit is a short one, which raises nothing
+                    done = f.write(part[:size])
+                    size, written = size - done, written + done
+                    if not done:
+                        return written
+                sync(f.fileno(), folder)
+    except OSError as e: # (any other does not tell)
+        if e.errno in FULL:
+            return written
+    return math.inf
