@@ -32,7 +32,7 @@ import inspect
 import json
 import math
 import re
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import product
 from pathlib import Path
 
@@ -48,7 +48,7 @@ from library.files import disk, stray_files, tensor_files
 from library.files.tensor_files import VERSION, read_tensors
 from library.models import hub
 from library.models.hub import TINY_DATA
-from library.results import code_hash
+from library.results.result_files import ENCODING, code_hash
 
 def read_flags():
     """-> args. A slip ends the script here."""
@@ -453,7 +453,7 @@ def encode_samples(pipe, samples, args, verify=False):
         remove_damaged(filter(Path.is_file, my_files), pipe)
     missing, failed = [file for file in jobs if not file.is_file()], {}
     if pipe: # (an index alone cannot encode anything again)
-        code_hash.warn_of_encoding(jobs.keys() - {*missing}, args.quantize_text_encoder, PREPROCESSING)
+        warn_of_other_code(jobs.keys() - {*missing})
     if missing:
         for folder in {file.parent for file in missing}:
             stray_files.refuse_outside(folder, args.cache_dir)
@@ -469,6 +469,21 @@ def encode_samples(pipe, samples, args, verify=False):
                              "the same command again, and nothing else that deletes there")
         all_failed |= failed
     return all_failed
+
+def warn_of_other_code(files):
+    """A warning if some of these encoded files were made by other code than ours. Only the headers of 32 are read,
+    evenly spread, as a cache may hold a hundred thousand: of a mixture the few can be missed. A file of another program
+    says nothing."""
+    files = sorted(files) if common.rank() == 0 else []
+    for file in files[::len(files) // 32 + 1]:
+        code = None
+        with suppress(Exception), open(file, "rb") as f: # a foreign file can fail in any way
+            code = json.loads(tensor_files.read_header(f)["__metadata__"]["json"]).get("code")
+        if code not in (None, code_hash(ENCODING)):
+            tell("warning: cache: encoded by another cache.py than this one, or with other files of library/data; if "
+                 f"they compute something else now, add 1 to PREPROCESSING ({PREPROCESSING}) in cache.py",
+                 file=sys.stderr)
+            return
 
 def remove_damaged(files, pipe):
     for file in common.progress("verifying", list(files), unit="file"):
@@ -505,7 +520,7 @@ def encode_files(pipe, jobs, args):
                 loaded = encoder
             encode = encode_latents if encoder == "vae" else encode_text
             meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls],
-                        code=code_hash.encoding(file, args.quantize_text_encoder))
+                        code=code_hash(ENCODING))
             try:
                 yield file, encode(pipe, sample, what, pictures.result()), meta
             except InputError as e:

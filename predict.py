@@ -17,10 +17,9 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A picture that the folder has already, with the same settings, is not generated again; if you have edited the
-code that draws it, a new one takes its place. Files that predict.py has not made are never overwritten, and its own
-only where you name the file, by --out or `out`: a name that we choose gets -2, -3, ... if something is there when the
-picture is written (library/results/result_names.py). Shape letters as in rope_patch.py.
+encoding. A result is called NAME-1a2b3c4d.png: the letters are a hash of all that decides it, settings, LoRAs and the code that
+draws it. If it is there already, it is not generated again. --out, or `out` of a line, names the file itself: an older
+result is replaced there, and a file that predict.py has not made never. Shape letters as in rope_patch.py.
 """
 import os
 import sys
@@ -32,7 +31,7 @@ import math
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import mode
@@ -50,8 +49,8 @@ from library.files import disk, tensor_files
 from library.files.stray_files import on_disk
 from library.lora.lora_paths import LORA_FILE, find_lora
 from library.models import hub
-from library.results import code_hash, contact_sheets, png_files, result_names
-from library.results.png_files import encode_png, png_texts
+from library.results import contact_sheets, result_files
+from library.results.result_files import encode_png, is_finished
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -62,8 +61,8 @@ def read_flags():
     flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=on_disk)
     flag("--prompt", None, "the instruction")
     flag("--jobs", None, "jobs.jsonl, or a dataset: many samples in one batch", type=Path)
-    flag("--out", None, "PNG to write for --image FILES (default: NAME.png in --out_dir, named after the first, or "
-         "NAME-2.png and so on if that is another picture)", type=png_name)
+    flag("--out", None, "PNG to write for --image FILES (default: in --out_dir, named after the first and the "
+         "settings)", type=png_name)
     flag("--out_dir", "out/predict", "folder for all other PNGs", type=Path)
     flag("--seed", [0],
          "seed of the noise; several: each sample is generated once per seed", type=seed_number, nargs="+")
@@ -466,9 +465,11 @@ def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, de
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-def save_png(image, path, *about):
-    """about: as for library/results/png_files.py's encode_png. A file that is not ours is not replaced."""
-    common.write_file(path, encode_png(image, *about), result_names.OURS)
+def save_png(image, path, *texts):
+    """texts: as for encode_png. InputError if the disk is full, or if there is a file that is not ours."""
+    common.write_file(path, encode_png(image, *texts), result_files.OURS)
+
+SHEET_ROWS = 24 # samples on a sheet of results
 
 # ==== the command line ================================================================================================
 
@@ -525,19 +526,23 @@ class Picture:
     strengths: tuple # of its LoRAs
     row: int # its sample's number
     title: str # what sets it apart in this row of a sheet
-    key: str # a hash of all that decides it, but for
-    code: dict # that draws it (sources.with_encoding)
-    path: Path # the file that is wanted; from names.find_results, or from generate, the one that has it
-    given: bool # whether the user has named that file
-    mark: bytes = common.NOTHING # as for common.write_file: of what may be replaced there
-    done: bool = False # whether it is there already
+    key: str # a hash of all that decides it
+    path: Path # the file for it
+
+    def about(self, jobs):
+        """-> what its file says of it, beside the command, which may make many. jobs: --jobs."""
+        said = dict(prompt=self.sample.prompts[0], controls=self.sample.controls)
+        said |= {name: value for name, value in self.sample.settings.items() if value is not None and name != "out"}
+        if self.strengths:
+            said["lora_scale"] = self.strengths
+        if self.line is not None:
+            said["line"] = f"{jobs}:{self.line}"
+        return said
 
 def plan_pictures(samples, args, models, loras, code):
     """-> [Picture]. models: {part: hash} of transformer and scheduler; loras: hashes of args.lora, as one that is
-    trained on is another one; code: sources.drawing."""
+    trained on is another one; code: a hash of the code that draws."""
     pictures = []
-    # asked once for a sample, as it reads the headers of its encoded files
-    codes = [code_hash.with_encoding(code, cache.files_of(s), args.quantize_text_encoder) for s in samples]
     for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
         sample = replace(sample, settings=dict(seed=seed) | sample.settings) # a line's own seed is the only one
         line = sample.settings.pop("line", None)
@@ -546,7 +551,7 @@ def plan_pictures(samples, args, models, loras, code):
         encoded = [file.stem for file in cache.files_of(sample)]
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "size_from")}
         key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
-                                 **settings)
+                                 code=code, **settings)
         # its title, and the end of its name, where there are several of a sample
         words = []
         end = ""
@@ -556,16 +561,23 @@ def plan_pictures(samples, args, models, loras, code):
         if len(args.scales) > 1:
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
-        title = ", ".join(words) or "result"
-        pictures.append(Picture(sample, line, strengths, row, title, key, codes[row], *result_names.wanted(sample, args, end)))
+        # its file: the name that the user has given, or one that tells its key; a folder's picture keeps its subfolder
+        given = args.out or sample.settings.get("out")
+        if given:
+            path = args.out_dir / Path(given).with_stem(Path(given).stem + end) # (--out_dir is the folder of --out)
+        else:
+            stem = sample.name if args.image else result_files.picture_stem(sample)
+            if line is not None: # without the number of its line, which an edit of the list changes
+                stem = stem.split("-", 1)[1]
+            path = result_files.result_path(args.out_dir, stem + end, key)
+        pictures.append(Picture(sample, line, strengths, row, ", ".join(words) or "result", key, path))
     return pictures
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, pipe, transformer_folder, transformer_file, pictures, given, refuse_replaced):
+def generate(args, pipe, transformer_folder, transformer_file, pictures, refuse_replaced):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
-    others. Sets their paths to the files that have them. given: as for names.write_picture; refuse_replaced() raises
-    InputError if LoRAs or models are not what the pictures' keys say."""
+    others. refuse_replaced() raises InputError if code, LoRAs or models are not what the pictures' keys say."""
     problems = []
     try:
         transformer = load_transformer(transformer_folder, args.dtype, file=transformer_file)
@@ -591,9 +603,9 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures, given, 
                                                    args.transformer_device, bar=bar):
             picture = chosen[i]
             try:
-                png_files.refuse_picture(picture, broken, args.dtype)
-                png = encode_png(image, picture.key, picture.code, png_texts(picture, args.jobs))
-                picture.path = result_names.write_picture(picture, png, given)
+                result_files.refuse_not_finite(picture.path, broken, strengths,
+                                               picture.sample.settings["true_cfg_scale"], args.dtype)
+                save_png(image, picture.path, picture.key, picture.about(args.jobs))
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # NaN, or a full disk: other pictures may be good
                 problems.append(str(e))
@@ -611,7 +623,10 @@ def main(args):
 
     # what to generate, at which sizes, with which models. Models and LoRAs are hashed before they are loaded (the sizes
     # that the first LoRA's header wants are in the pictures' keys, too)
-    code = code_hash.drawing(args)
+    at_work = dict(quantization=args.quantize != "none", offloading=args.offload,
+                   one_file=is_one_file(args.transformer))
+    rooms = [*result_files.DRAWING, *[f"library/models/{name}.py" for name, used in at_work.items() if used]]
+    code = result_files.code_hash(rooms)
     geometry = find_geometry(args)
     samples, problems = read_samples(args)
     inputs = {path for s in samples for path in (*dataset.pictures_of(s), *s.others.values())}
@@ -626,6 +641,8 @@ def main(args):
     models = common.on_first_process(lambda: dict(zip(parts, map(hash_part, parts.values()))))
 
     def refuse_replaced(): # on each process, where the same files may lie elsewhere
+        if result_files.code_hash(rooms) != code: # by an editor, in the ten seconds in which the libraries were loaded
+            raise InputError("predict.py: the code that draws has changed since this command began; run it again")
         stat_cache.refuse_changed_files(args.lora, loras, file_hash)
         stat_cache.refuse_changed_files(parts.values(), models.values(), hash_part)
 
@@ -638,16 +655,19 @@ def main(args):
     if first:
         common.print_problems(sample_checks.warnings(args, samples))
 
-    # into which files: one for each sample, seed and scale; those that are there already stay
+    # a picture for each sample, seed and scale; those that are there already, whole, stay
     pictures = plan_pictures(samples, args, models, loras, code)
-    look = lru_cache(maxsize=None)(result_names.drawn_by) # which reads every byte of a picture
-    is_finished = partial(result_names.is_finished, {p.key: p.code for p in pictures}, look)
-    pictures, given = common.on_first_process(lambda: result_names.find_results(pictures, inputs, args, is_finished))
-    missing = [p for p in pictures if not p.done]
+    common.on_first_process(lambda: result_files.refuse_names([(p.path, p.key) for p in pictures], inputs,
+                                                              args.jobs or "--image",
+                                                              disk.longest_name(args.out_dir)))
+    finished = common.on_first_process(lambda: {p.path for p in pictures if is_finished(p.path, p.key)})
+    missing = list({p.path: p for p in pictures if p.path not in finished}.values())
     if missing:
         common.on_first_process(lambda: disk.try_cache(args))
-    if first:
-        result_names.describe_results(args.out_dir, pictures, look)
+        common.on_first_process(lambda: disk.try_out(args.out_dir))
+    if finished:
+        common.say(f"{args.out_dir}: {len(finished)} of {len(pictures)} pictures are there already, with the same "
+                   "settings")
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded
     chosen = [p.sample for p in missing]
@@ -660,26 +680,22 @@ def main(args):
         mine = encoded[common.rank()::common.world()]
         try:
             if mine:
-                problems += generate(args, pipe, transformer_folder, transformer_file, mine, given, refuse_replaced)
+                problems += generate(args, pipe, transformer_folder, transformer_file, mine, refuse_replaced)
         except torch.OutOfMemoryError:
             raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload "
                              "or, where it decodes, --vae_device cpu. the same command continues with what is missing")
-        # wait for all: torchrun would end the others when one returns 1
-        paths = common.gather_objects([p.path for p in mine])
-        for n, picture in enumerate(encoded):
-            picture.path = paths[n % common.world()][n // common.world()]
+        common.gather_objects(None) # waits for all: torchrun would end the others when one returns 1
     if first and missing:
-        look.cache_clear() # as some have been drawn
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
-        shown = [p for p in pictures if p.row < result_names.SHEET_ROWS and is_finished(p.path, p.key)]
-        if len(shown) > 1:
-            png = encode_png(contact_sheets.results_sheet(shown), result_names.sheet_key(shown))
-            path = result_names.write_sheet(png, pictures, inputs, args)
-            common.say(f"{path}: {len(shown)} of them side by side")
+        drawn = [p for p in pictures if p.row < SHEET_ROWS and is_finished(p.path, p.key)]
+        if len(drawn) > 1:
+            key = common.content_key(pictures=[p.key for p in drawn])
+            path = result_files.result_path(args.out_dir, "sheet", key)
+            save_png(contact_sheets.results_sheet(drawn), path, key)
+            common.say(f"{path}: {len(drawn)} of them side by side")
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":
-    code_hash.refuse_edits()
     main(args)

@@ -46,7 +46,7 @@ from library.data import dataset, stat_cache
 from library.lora import layer_patterns, lora_paths
 from library.lora.lora_paths import LORA_FILE, checkpoints
 from library.models import environment
-from library.results import code_hash
+from library.results.result_files import code_hash
 from training import best_step, optimizers, run_folder
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
@@ -639,7 +639,7 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 config = resume.compared_settings(args, pretrained_hash=pretrained_hash, geometry=geometry, data_hash=cache.data_hash(epoch),
                          model_hash=hashes["model"], scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
-around = versions | environment.describe_environment() | dict(recipe=code_hash.training(code_hash.RECIPE))
+around = versions | environment.describe_environment() | dict(recipe=code_hash(["train.py"]))
 base = base_model.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
 

@@ -47,7 +47,7 @@ from library.cli import flag_types
 from library.data import dataset, index_file
 from library.files import tensor_files
 from library.lora import lora_paths
-from library.results import result_names
+from library.results import result_files
 import predict
 from rope_patch import patch_qwen_model_for_multi_resolution
 
@@ -379,7 +379,15 @@ def encoder_flags(**changes):
 
 def is_whole(path, key):
     """Whether predict.py has saved this picture with this key, and no bit of it has changed since."""
-    return result_names.drawn_by(path, key) is not None
+    return result_files.is_finished(path, key)
+
+def results_of(folder):
+    """{a result's name without its key: path} of the pictures of predict.py below a folder; its sheet is "sheet"."""
+    found = {}
+    for path in folder.rglob("*.png"):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        found[re.sub(r"-[0-9a-f]{8}$", "", name)] = path
+    return found
 
 def paint_picture(size=(64, 64), seed=0, mode="RGB"):
     """It returns a picture that is smooth, colourful, not symmetric, and another one for every seed."""

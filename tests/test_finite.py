@@ -16,11 +16,11 @@ from PIL import Image
 import cache
 import common
 from library.files import tensor_files
-from library.results import png_files
+from library.results import result_files
 from training import best_step, validation
 import predict
 import rope_patch
-from tests.harness import (EXACT, NATIVE, TINY, Reader, is_one_line, lora_file, lora_tensors, refused, run_script,
+from tests.harness import (EXACT, NATIVE, TINY, Reader, is_one_line, lora_file, lora_tensors, refused, results_of, run_script,
                            steps_of, validations_of)
 from tools import page
 
@@ -83,7 +83,7 @@ def test_the_line_names_the_model_that_computed_it_and_no_lora_where_there_is_no
     jobs.write_text("\n".join(json.dumps(dict(image=[str(path)], prompt="go", out=path.name)) for path in photos[:2]),
                     "utf-8")
     result = draw("--jobs", jobs, "--lora", "", "--out_dir", tmp_path / "o", "--cache_dir", tmp_path / "c")
-    drawn = {p.name for p in tmp_path.glob("o/*.png")} - {"sheet.png"}
+    drawn = {f"{name}.png" for name in results_of(tmp_path / "o")} - {"sheet.png"}
     assert result.status == 1 and len(drawn) == 1 and len(result.errors) == 1, result.err
     lost, = {path.name for path in photos[:2]} - drawn
     assert is_one_line(result.errors[0], tmp_path / "o" / lost, f"what the {model} computed")
@@ -115,9 +115,9 @@ def test_one_latent_that_is_not_finite_is_the_transformer_s(dtype, tiled):
             assert predict.decode(vae, latents, [(1, 8, 12)]) == (None, "transformer")
 
 def test_float16_and_a_large_cfg_scale_are_named_where_they_are_at_work():
-    assert "bfloat16 or float32" in png_files.cause_of("VAE", "", 4.0, "float16")
-    assert "--true_cfg_scale 1e+06" in png_files.cause_of("transformer", "", 1e6, "float32")
-    assert "cfg" not in png_files.cause_of("transformer", "lower it", 4.0, "bfloat16")
+    assert "bfloat16 or float32" in result_files.cause_of("VAE", "", 4.0, "float16")
+    assert "--true_cfg_scale 1e+06" in result_files.cause_of("transformer", "", 1e6, "float32")
+    assert "cfg" not in result_files.cause_of("transformer", "lower it", 4.0, "bfloat16")
 
 @pytest.mark.parametrize("names, flags, words, others", [
     (["lora"], {}, ["with the trained LoRA (1.png)", "lower --lr"], ["damaged", "--sample_lora", "--true_cfg_scale"]),

@@ -19,7 +19,7 @@ from library.models import compilation
 from training import plan
 import predict
 from tests.harness import (EXACT, NATIVE, SMALL, add_item, assert_bitwise, curve, is_one_line,
-                           log_of, lora_file, lora_tensors, rel, renamed, run_script, start_ranks, validations_of)
+                           log_of, lora_file, lora_tensors, rel, renamed, results_of, run_script, start_ranks, validations_of)
 
 FEW = ["--num_inference_steps", 2, "--true_cfg_scale", 2, "--shift", 3, "--negative_prompt", "blurry"]
 
@@ -58,7 +58,10 @@ def predicted(tmp_path, flags, loras, *more):
     result = run_script("predict.py", "--jobs", data, "--cache_dir", cache_dir, "--out_dir", out, "--max_tokens", 4096,
                         *NATIVE, *EXACT, "--device", "cpu", *(["--lora", *loras] if loras else []), *more)
     assert result.status == 0, result.err
-    (out / "sheet.png").unlink()
+    results = results_of(out)
+    results.pop("sheet").unlink()
+    for name, path in results.items():
+        path.rename(out / f"{name}.png")
     return pictures_of(out)
 
 def files_of(run):

@@ -60,7 +60,7 @@ from library.data.picture_files import fit_size, read_image, reserve_pixels
 from library.data.sample_checks import how_many
 from library.files import disk
 from library.models.hub import MODELS
-from library.results import result_names
+from library.results import result_files
 from library.results.contact_sheets import contact_sheet, shown_prompt, thumbnail
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import places_of, write_sample
@@ -579,7 +579,7 @@ def main():
     if args.align:
         disk.try_renames(args.align, f"--align {args.align}")
     earlier = {out / "index.html": PAGE, out / "report.json": REPORT}
-    earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), result_names.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
+    earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), result_files.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
     for path, mark in earlier.items():
         common.refuse_to_replace(path, mark)
     for path in earlier: # of an earlier report, in case this call ends early

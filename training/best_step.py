@@ -20,7 +20,7 @@ from library.cli import flag_types
 from library.data.dataset import pictures_of
 from library.lora import lora_paths
 from library.lora.lora_paths import checkpoints, number_of, numbered
-from library.results import code_hash
+from library.results.result_files import code_hash
 from training import run_folder
 
 MEASURES = {"validation loss": "loss_of", "mean PSNR": "psnr_of"} # what a log's line says that each was made of
@@ -38,7 +38,7 @@ def loss_of(samples, args):
     noise depends on it. What --resume cannot change, such as the model, is left out."""
     files = [[s.encodings[0]["file"].stem, s.texts[s.prompts[0], True]["file"].stem] for s in samples]
     return dict(val_data=short_key(files), samples=len(samples), mask_foreground_weight=args.mask_foreground_weight,
-                mask_background_weight=args.mask_background_weight, code=code_hash.training(code_hash.LOSS))
+                mask_background_weight=args.mask_background_weight, code=code_hash(["train.py"]))
 
 
 def psnr_of(samples, settings, loras, seed, from_latents):

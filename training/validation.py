@@ -21,8 +21,7 @@ from library.cli import flag_types
 from library.data import picture_files
 from library.files import disk
 from library.results import contact_sheets
-from library.results.png_files import cause_of
-from library.results.result_names import beside, picture_stem
+from library.results.result_files import cause_of, picture_stem
 from training import failures, run_folder
 from training.best_step import KINDS, psnr_of, steps_to_keep
 
@@ -149,7 +148,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         # that once: what an earlier one has saved may be of another --val_data, or generated with other flags
         file = Path(f"{picture_stem(sample)}.png")
         if len(os.fsencode(file)) > self.most:
-            file = beside(file, f"-{place}.png", self.most) # of what begins alike each has its own
+            file = disk.beside(file, f"-{place}.png", self.most) # of what begins alike each has its own
         file = f"{sample.root}/{file}"
         for name, image in shown.items():
             path = self.out_dir / "samples" / (f"step_{step:06d}" if name == "lora" else name) / file
@@ -196,7 +195,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for name, image in sheets.items():
             path = folder / f"step_{step:06d}_{name}.png"
             if len(os.fsencode(path.name)) > self.most:
-                path = beside(path, ".png", self.most)
+                path = disk.beside(path, ".png", self.most)
             predict.save_png(image, path)
         # with the flags of sampling, which --resume may have changed
         means = {name: dict(zip(KINDS, np.mean(psnrs, 0).tolist())) for name, psnrs in groups.items()}
