@@ -20,8 +20,8 @@ from library.results import result_files
 from training import best_step, validation
 import predict
 import rope_patch
-from tests.harness import (EXACT, NATIVE, TINY, Reader, is_one_line, lora_file, lora_tensors, refused, results_of, run_script,
-                           steps_of, validations_of)
+from tests.harness import (EXACT, NATIVE, TINY, Reader, is_one_line, lora_file, lora_tensors, refused, results_of,
+                           run_script, steps_of, validations_of)
 from tools import page
 
 def overflowing(folder, factor=1e37):

@@ -19,7 +19,8 @@ from library.models import compilation
 from training import plan
 import predict
 from tests.harness import (EXACT, NATIVE, SMALL, add_item, assert_bitwise, curve, is_one_line,
-                           log_of, lora_file, lora_tensors, rel, renamed, results_of, run_script, start_ranks, validations_of)
+                           log_of, lora_file, lora_tensors, rel, renamed, results_of, run_script, start_ranks,
+                           validations_of)
 
 FEW = ["--num_inference_steps", 2, "--true_cfg_scale", 2, "--shift", 3, "--negative_prompt", "blurry"]
 

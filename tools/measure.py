@@ -194,8 +194,9 @@ def main(args):
     if stems and not ends:
         raise InputError(f"{args.results}: none of the pictures of {args.dataset}; generate them: predict.py --jobs")
     if older:
-        tell(f"warning: {args.results}: {len(older)} results of other calls, such as {older[0].name}, are not measured, "
-             "as newer ones have their names; give each call of predict.py an --out_dir of its own", file=sys.stderr)
+        tell(f"warning: {args.results}: {len(older)} results of other calls, such as {older[0].name}, are not "
+             "measured, as newer ones have their names; give each call of predict.py an --out_dir of its own",
+             file=sys.stderr)
     pipe = None
     if args.model != "none":
         pipe = cache.load_pipeline(cache.find_model(args.model, ["vae", "tokenizer", "processor", "scheduler"]))
