@@ -35,7 +35,6 @@ ENCODING = {
     "cache.py": ("Processor", "load_part", "load_encoder", "add_token_types", "is_plus", "encode_image",
                  "encode_prompt", "read_pictures", "encode_latents", "encode_text"),
     "library/data/picture_files.py": None,
-    "library/data/mask_files.py": None,
     "library/data/automatic_mask.py": None}
 # rooms that draw if a flag wants them; the first decides texts, too
 OPTIONAL = [f"library/{name}.py" for name in

@@ -13,11 +13,11 @@ def png_texts(picture, jobs):
     many pictures. picture: a predict.Picture; jobs: --jobs."""
     sample = picture.sample
     said = dict(prompt=sample.prompts[0], controls=sample.controls)
-    said |= {name: value for name, value in sample.settings.items() if value is not None and name != "out"}
+    said |= {name: value for name, value in vars(picture.settings).items() if value is not None}
     if picture.strengths:
         said["lora_scale"] = picture.strengths
-    if picture.line is not None:
-        said["line"] = f"{jobs}:{picture.line}"
+    if "line" in sample.job_fields:
+        said["line"] = f"{jobs}:{sample.job_fields['line']}"
     return said
 
 def encode_png(image, key="", code=None, said=None):
@@ -46,6 +46,6 @@ def refuse_picture(picture, model, dtype):
     """InputError if this model has computed NaN or Inf for one of predict.plan_pictures; model may be None."""
     if model:
         lora = any(picture.strengths) and "lower --lora_scale; --scales 0 is the base alone"
-        cause = cause_of(model, lora, picture.sample.settings["true_cfg_scale"], dtype)
+        cause = cause_of(model, lora, picture.settings.true_cfg_scale, dtype)
         raise InputError(f"{picture.path}: NaN or Inf in what the {model} computed, and no picture; the cause may be "
                          f"{cause}")

@@ -81,7 +81,7 @@ def wanted(sample, args, end):
     """-> (the path of a sample's result, if nothing is in the way; whether the user has given it). end: what stands
     behind its stem."""
     name = sample.name if args.image else picture_stem(sample) # a folder's picture keeps its subfolder
-    given = args.out or sample.settings.get("out")
+    given = args.out or sample.job_fields.get("out")
     path = args.out or args.out_dir / (given or f"{name}.png")
     return path.with_stem(path.stem + end), bool(given)
 
