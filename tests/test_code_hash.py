@@ -18,7 +18,6 @@ from PIL import Image, PngImagePlugin
 import cache
 import common
 from library.data import dataset
-from library.data.index_file import keep_from_prune
 from library.files import tensor_files
 from library.results import code_hash, contact_sheets, result_names
 import predict
@@ -58,11 +57,11 @@ def test_an_edit_of_any_function_is_one_and_a_comment_or_docstring_is_none(file,
         assert code_hash.digest("\n".join(lines) + "\n", names) == before, name
 
 @pytest.mark.parametrize("old, new", [
-    ("guided = uncond + jobs[j].settings[\"true_cfg_scale\"] * (pred - uncond)", "guided = 2 * pred - uncond"),
+    ("guided = uncond + jobs[j].settings.true_cfg_scale * (pred - uncond)", "guided = 2 * pred - uncond"),
     ("pred = guided * (pred.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))", "pred = guided"),
     ("np.linspace(1.0, 1 / steps, steps)", "np.linspace(1.0, 2 / steps, steps)"),
     ("/ 1000, jobs[j].img_shapes", "/ 999, jobs[j].img_shapes"), ("z / (1.0 / std).to(z)", "z * std.to(z)"),
-    ('if sample.settings["true_cfg_scale"] > 1:', 'if sample.settings["true_cfg_scale"] > 0:'),
+    ('if settings.true_cfg_scale > 1:', 'if settings.true_cfg_scale > 0:'),
     ("transformer.set_adapters(list(active), list(active.values()))", "transformer.set_adapters(list(active))")])
 def test_a_change_of_the_sampler_is_an_edit(old, new):
     text = (HERE / "predict.py").read_text("utf-8")
@@ -333,9 +332,9 @@ def test_no_list_of_planned_files_is_left_when_a_script_ends_with_an_error(data,
 
 def test_two_commands_on_the_same_pictures_have_a_list_each(tmp_path):
     """The first one to end took the list of the other away."""
-    files = {tmp_path / "text/0.safetensors": None}
-    with keep_from_prune(["a"], tmp_path, lambda sample: files):
-        with keep_from_prune(["a"], tmp_path, lambda sample: files):
+    sample = SimpleNamespace(encodings=[], texts={("x", True): dict(file=tmp_path / "text/0.safetensors")})
+    with cache.keep_from_prune([sample], tmp_path):
+        with cache.keep_from_prune([sample], tmp_path):
             assert len(list(tmp_path.glob(".planned-*"))) == 2
         left, = tmp_path.glob(".planned-*")
         assert left.read_text("utf-8") == "text/0.safetensors"

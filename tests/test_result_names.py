@@ -598,13 +598,12 @@ def test_a_negative_number_may_have_an_exponent(here, tmp_path):
     result = run_script("predict.py", *flags, "--scales", "-inf")
     assert result.status == 2 and is_one_line(*result.errors, "--scales", "out of range")
 
-def test_a_negative_prompt_that_is_too_long_is_called_so(here, tmp_path):
+def test_a_prompt_that_is_too_long_is_quoted(here, tmp_path):
     flags = ["--image", here / "in/bee.png", "--true_cfg_scale", 2, "--max_sequence_length", 20]
-    long = "word " * 30
-    for prompts, says in ((["--prompt", "x", "--negative_prompt", long], "bee: negative prompt of"),
-                          (["--prompt", long], "bee: prompt of")):
+    for prompts, says in ((["--prompt", "x", "--negative_prompt", "blur " * 30], "'blur blur"),
+                          (["--prompt", "word " * 30], "'word word")):
         result = run_script("predict.py", *flags_of(here, tmp_path), *flags, *prompts)
-        assert result.status == 1 and is_one_line(*result.errors, says), result.err
+        assert result.status == 1 and is_one_line(*result.errors, "bee: prompt of", says), result.err
 
 def test_a_list_that_is_a_pipe_is_to_be_saved(tmp_path):
     for flags in (["predict.py", "--jobs"], ["train.py", "--data"]):
