@@ -374,7 +374,7 @@ def paste(command):
 
 def encoder_flags(**changes):
     """The command line gives these flags to the functions that encode."""
-    return SimpleNamespace(**dict(dtype="float32", vae_device="cpu", text_encoder_device="cpu", cache_dir="cache",
+    return SimpleNamespace(**dict(dtype="float32", vae_device="cpu", text_encoder_device="cpu", cache_dir="encoded",
                                   max_sequence_length=1024, quantize_text_encoder="none") | changes)
 
 def is_whole(path, key):

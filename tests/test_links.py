@@ -24,7 +24,7 @@ ROW = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
 def edited(image, monkeypatch):
     """What predict.py would edit by this command -> (samples, problems)."""
     monkeypatch.setattr(sys, "argv", ["predict.py", "--image", str(image), "--prompt", "go"])
-    monkeypatch.setattr(predict, "refuse_nothing", lambda args: None)
+    monkeypatch.setattr(dataset, "refuse_missing_input", lambda args: None)
     return dataset.read_samples(predict.read_flags())
 
 # ---- links -----------------------------------------------------------------------------------------------------------

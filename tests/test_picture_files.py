@@ -7,6 +7,8 @@ $ python -m pytest -q tests/test_picture_files.py     # 15 seconds
 import os
 import struct
 import sys
+import threading
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,8 +20,8 @@ import cache
 import common
 from library.data import dataset, picture_files
 import predict
-from tests.harness import (add_item, is_one_line, paint_picture, refused, run_script, samples_of, save, show,
-                           within)
+from tests.harness import (NATIVE, add_item, is_one_line, make_cache, paint_picture, refused, run_script,
+                           samples_of, save, show, within)
 
 try:
     import pillow_heif
