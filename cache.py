@@ -13,7 +13,8 @@ Nothing outside of a dataset's folder is read: not what a line names, nor what a
 tools/import_data.py converts other layouts. Encoded samples go to CACHE_DIR/latents/*.safetensors and
 CACHE_DIR/text/*.safetensors, named by a hash of all that decides their content: a second run encodes only what has
 changed (tools/prune.py deletes what is left over). CACHE_DIR/<model>-<data>.json, an index, joins them to the samples;
-train.py also takes it as --data (library/data/index_file.py). CACHE_DIR/pictures.txt says which pictures need not be read again.
+train.py also takes it as --data (library/data/index_file.py). CACHE_DIR/pictures.txt says which pictures need not be
+read again.
 
 $ python cache.py                                                     # the photographs in tiny/
 $ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
@@ -32,7 +33,9 @@ import inspect
 import json
 import math
 import re
-from contextlib import closing, suppress
+import secrets
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -40,10 +43,9 @@ import common
 from common import InputError, content_key, file_hash, first_words, print_problems, tell
 from library.cli import command_line
 from library.cli.flag_types import NEGATIVE_PROMPT, is_index
-from library.data import automatic_mask, dataset, index_file, picture_files, sample_checks, stat_cache
-from library.data.index_file import keep_from_prune
-from library.data.mask_files import read_mask
-from library.data.picture_files import fit_size, read_image
+from library.data import automatic_mask, dataset, index_file, sample_checks, stat_cache
+from library.data.dataset import MAX_TOKENS, Planned
+from library.data.picture_files import fit_size, read_image, read_mask, reserve_pixels
 from library.files import disk, stray_files, tensor_files
 from library.files.tensor_files import VERSION, read_tensors
 from library.models import hub
@@ -57,7 +59,7 @@ def read_flags():
     command_line.add_data_flags(parser)
     parser.group("check")("--verify", False, "read every file of the cache; encode damaged ones again")
     args = command_line.parse_data_args(parser, "cache.py")
-    dataset.look_over(args)
+    dataset.check_datasets(args)
     common.say(f"{args.cache_dir}: encodes {' '.join(args.data)} with {args.model}; the libraries take some seconds")
     return args
 
@@ -147,7 +149,7 @@ def load_pipeline(folder, cache_dir=None):
         pipe = DiffusionPipeline.from_pretrained(
             folder, vae=None, text_encoder=None, transformer=None, processor=None)
         pipe.processor = Processor(pipe.tokenizer, image_processor)
-        pipe.tokenizer.model_max_length = 10**9 # beyond it the tokenizer would warn; check_sample knows the real limit
+        pipe.tokenizer.model_max_length = 10**9 # beyond it the tokenizer would warn; check_lengths knows the real limit
         model_files.try_processor(pipe, prompt_length)
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); is the download complete?")
@@ -229,8 +231,8 @@ def hash_part(place, cache_dir):
     hashes of the files, because to read 58 GB takes a minute."""
     inside = stray_files.listed(place, "*") if place.is_dir() else [place]
     files = [file for file in inside if file.is_file() and file.suffix != ".md"]
-    look = stat_cache.remember_by_stat(files, file_hash, Path(cache_dir, "models.txt"))
-    return content_key(files=[[file.relative_to(place).as_posix(), look(file)] for file in files])
+    hash_of = stat_cache.remember_by_stat(files, file_hash, Path(cache_dir, "models.txt"))
+    return content_key(files=[[file.relative_to(place).as_posix(), hash_of(file)] for file in files])
 
 def hash_encoder(folder, encoder, cache_dir):
     return content_key(**{part: hash_part(folder / part, cache_dir) for part in PARTS_OF[encoder]})
@@ -275,8 +277,8 @@ def prompt_length(pipe, prompt, sizes):
 def read_pictures(pipe, sample, encoder, what):
     """Reads and resizes the pictures that encode_text or encode_latents encodes; threads can do it ahead, as PIL
     releases the GIL. encoder "text": `what` is a text key; "vae": it is one of sample.encodings -> {a role of
-    common.ROLES: [pictures]}, for the text of the controls alone, or {}. A mask has one pixel a token. InputError for a
-    picture that is another one than was planned: its encoding would lie under the wrong key for ever."""
+    dataset.ROLES: [pictures]}, for the text of the controls alone, or {}. A mask has one pixel a token. InputError for
+    a picture that is another one than was planned: its encoding would lie under the wrong key for ever."""
     def read_planned(path):
         return read_image(path, sample.contents[path])
 
@@ -296,7 +298,7 @@ def read_pictures(pipe, sample, encoder, what):
     if "mask" in what: # --mask auto compares the pictures at their own sizes
         mask = automatic_mask.auto_mask(whole, read_planned(sample.controls[0]), (width, height))
         pictures["mask"] = [mask] if mask else []
-    for role, path in sample.others.items():
+    for role, path in sample.overlays.items():
         if dataset.ROLES[role].is_mask:
             mask = read_mask(path, sample.contents[path])
             pictures[role] = [mask.resize((width // 16, height // 16), Image.BOX)]
@@ -306,7 +308,7 @@ def read_pictures(pipe, sample, encoder, what):
     return pictures
 
 def encode_latents(pipe, sample, encoding, pictures=None):
-    """-> img_shapes (N, 3), and of each role that has pictures its tensor, as common.ROLES calls it: control_latent
+    """-> img_shapes (N, 3), and of each role that has pictures its tensor, as dataset.ROLES calls it: control_latent
     (sum I_c, 64), which may be (0, 64), pixel_latent (I_0, 64), edit_mask (I_0,): the edited share of each token's
     16x16 pixels. pictures: read_pictures's, if it has been called."""
     out = dict(img_shapes=torch.tensor(encoding["img_shapes"]))
@@ -339,33 +341,32 @@ def refuse_overflow(sample, tensors):
 
 # ---- the plan: what will be encoded of each sample, and in which file ------------------------------------------------
 
-def plan_sizes(pipe, sample, geometry):
-    """Sets sample.prompt_sizes -> [(width, height)] of the target at each of its encodings, and of the controls.
-    geometry: dict(target_pixels=[...], control_pixels, upscale)."""
-    base_size, *own_sizes = sample.sizes
+def plan_sizes(pipe, sizes, geometry):
+    """The original (width, height) of target and controls -> those at which they are encoded: [the target's at each of
+    its areas], [the controls'], [the controls' for the text encoder]. geometry: dict(target_pixels=[...],
+    control_pixels, upscale), and for a result maybe width and height, which count more than the area."""
+    base_size, *own_sizes = sizes
     target_sizes = []
     for area in geometry["target_pixels"]:
         w, h = fit_size(base_size, area, geometry["upscale"])
         # sides that are given are rounded as in stock; fitted ones are multiples of 32
-        target_sizes.append([(sample.settings.get("width") or w) // 16 * 16,
-                             (sample.settings.get("height") or h) // 16 * 16])
+        target_sizes.append([(geometry.get("width") or w) // 16 * 16, (geometry.get("height") or h) // 16 * 16])
     control_sizes = [fit_size(size, geometry["control_pixels"], geometry["upscale"]) for size in own_sizes]
     # the text encoder sees 384*384 (Plus), or the same copy as the VAE (v1)
-    sample.prompt_sizes = control_sizes
+    prompt_sizes = control_sizes
     if is_plus(pipe):
-        sample.prompt_sizes = [fit_size(size, CONDITION_IMAGE_SIZE) for size in own_sizes]
-    return target_sizes, control_sizes
+        prompt_sizes = [fit_size(size, CONDITION_IMAGE_SIZE) for size in own_sizes]
+    return target_sizes, control_sizes, prompt_sizes
 
-def check_sample(pipe, sample, max_sequence_length):
-    """InputError for a prompt that is too long, alone or with its pictures."""
+def check_lengths(pipe, sample, max_sequence_length):
+    """InputError for a prompt of a planned sample that is too long, alone or with its pictures."""
     for prompt, _ in sample.texts:
         tokens = len(pipe.tokenizer(prompt).input_ids)
         if tokens > max_sequence_length:
-            kind = "negative " * (prompt == sample.settings.get("negative_prompt"))
-            raise InputError(f"{sample.name}: {kind}prompt of {tokens} tokens, over --max_sequence_length "
-                             f"{max_sequence_length}; shorten it")
+            raise InputError(f"{sample.name}: prompt of {tokens} tokens, over --max_sequence_length "
+                             f"{max_sequence_length}; shorten {prompt[:40]!r} ...")
     sides = [sides for encoding in sample.encodings for _, *sides in encoding["img_shapes"]] # in tokens
-    if math.prod(max(sides, key=math.prod)) > picture_files.MAX_TOKENS: # it would fill the memory
+    if math.prod(max(sides, key=math.prod)) > MAX_TOKENS: # it would fill the memory
         raise InputError(f"{sample.name}: would be computed with over 4096x4096 pixels; give smaller --target_pixels "
                          "and --control_pixels")
     # rotary positions: pictures are centred on 0, and the text begins where the largest ends
@@ -375,15 +376,16 @@ def check_sample(pipe, sample, max_sequence_length):
         raise InputError(f"{sample.name}: {tokens} tokens of prompt and pictures, of which {left} have positions; "
                          "shorten the prompt, or give fewer pictures")
 
-def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, *looks):
-    """Adds to the sample what will be encoded of it, in which files. geometry: as for plan_sizes; fingerprints:
-    encoder_fingerprints; args: cache_dir, dtype, max_sequence_length, quantize_text_encoder and maybe mask. InputError
-    names what is wrong with it. looks: common.looks's, which know the answers; else its pictures are read here."""
+def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, facts=()):
+    """-> Planned: what will be encoded of this sample, in which files. geometry: as for plan_sizes, and for a result
+    maybe size_from; fingerprints: encoder_fingerprints; args: cache_dir, dtype, max_sequence_length,
+    quantize_text_encoder and maybe mask. facts: dataset.remember_facts's, which know the answers; else the sample's
+    pictures are read here. InputError names what is wrong with it."""
     if not is_plus(pipe) and len(sample.controls) != 1:
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
                          f"{len(sample.controls)}; give it one, or take 2509 or 2511")
-    dataset.look_at_sample(sample, *looks)
-    target_sizes, control_sizes = plan_sizes(pipe, sample, geometry)
+    sizes, contents, overlays = dataset.read_facts(sample, *facts, size_from=geometry.get("size_from"))
+    target_sizes, control_sizes, prompt_sizes = plan_sizes(pipe, sizes, geometry)
     # what decides the content of every file
     shared = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=fingerprints["pipeline"], dtype=args.dtype)
 
@@ -391,36 +393,41 @@ def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, *looks):
         return Path(args.cache_dir, folder, content_key(**shared, **fields) + ".safetensors")
 
     # latents: one file for each area of the target, with the controls in it
-    control_hashes = [sample.contents[path] for path in sample.controls]
-    others = {role: sample.contents[path] for role, path in sample.others.items()}
+    control_hashes = [contents[path] for path in sample.controls]
+    overlay_hashes = {role: contents[path] for role, path in overlays.items()}
     # further roles are in the key only of samples that have them, so that the keys of all others stay
-    hashes = [*control_hashes, sample.contents.get(sample.target), others.pop("mask", None)]
+    hashes = [*control_hashes, contents.get(sample.target), overlay_hashes.pop("mask", None)]
     auto = {} # goes into the key as well: with the mask the file has other content
-    if getattr(args, "mask", None) and sample.target and sample.controls and not sample.mask:
+    if getattr(args, "mask", None) and sample.target and sample.controls and "mask" not in overlays:
         auto = dict(mask="auto")
-    sample.encodings = []
+    encodings = []
     for target_size in target_sizes:
-        sizes = [target_size, *control_sizes]
-        file = cache_file("latents", vae=fingerprints.get("vae"), pictures=hashes, sizes=sizes, **auto, **others)
-        shapes = [(1, h // 16, w // 16) for w, h in sizes]
-        sample.encodings.append(dict(img_shapes=shapes, file=file) | auto)
+        all_sizes = [target_size, *control_sizes]
+        file = cache_file("latents", vae=fingerprints.get("vae"), pictures=hashes, sizes=all_sizes, **auto,
+                          **overlay_hashes)
+        shapes = [(1, h // 16, w // 16) for w, h in all_sizes]
+        encodings.append(dict(img_shapes=shapes, file=file) | auto)
     # texts: one file for each prompt, as the text encoder sees it: with the controls' copies, or without
+    texts = {}
     for prompt, with_pictures in text_keys:
-        hashes, sizes = (control_hashes, sample.prompt_sizes) if with_pictures else ([], [])
+        seen_hashes, seen_sizes = (control_hashes, prompt_sizes) if with_pictures else ([], [])
         file = cache_file("text", text=fingerprints.get("text"), quantize=args.quantize_text_encoder, prompt=prompt,
-                          seen=[hashes, sizes])
-        sample.texts[prompt, with_pictures] = dict(tokens=prompt_length(pipe, prompt, sizes), file=file)
-    check_sample(pipe, sample, args.max_sequence_length)
+                          seen=[seen_hashes, seen_sizes])
+        texts[prompt, with_pictures] = dict(tokens=prompt_length(pipe, prompt, seen_sizes), file=file)
+    given = vars(sample) | dict(overlays=overlays)
+    planned = Planned(**given, contents=contents, sizes=sizes, prompt_sizes=prompt_sizes, encodings=encodings,
+                      texts=texts)
+    check_lengths(pipe, planned, args.max_sequence_length)
+    return planned
 
 def plan_samples(pipe, samples, texts_of, geometry, args):
-    """plan_sample for all -> (good samples, problems). texts_of(sample) -> its text keys."""
+    """-> ([Planned] of all good samples, problems). texts_of(sample) -> its text keys; geometry: as for plan_sizes."""
     good = []
     problems = []
-    looks = dataset.looks(samples, args.cache_dir)
+    facts = dataset.remember_facts(samples, args.cache_dir)
     for sample in common.progress("planning", samples, unit="sample"):
         with common.collect_errors(problems):
-            plan_sample(pipe, sample, texts_of(sample), geometry, pipe.fingerprints, args, *looks)
-            good.append(sample)
+            good.append(plan_sample(pipe, sample, texts_of(sample), geometry, pipe.fingerprints, args, facts))
     return good, problems
 
 # ---- the cache: encoded files ----------------------------------------------------------------------------------------
@@ -505,8 +512,12 @@ def encode_files(pipe, jobs, args):
     failed = {}
     # sorted: the encoders are loaded once each, and are never in memory together
     order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
-    read = picture_files.limit_pixels_in_memory(read_pictures) # threads wait where pictures would fill the memory
-    reads = common.run_ahead(lambda file: read(pipe, *jobs[file]), order, threads=4, most=8)
+
+    def read(file):
+        sample, *_ = jobs[file]
+        with reserve_pixels(sample.contents): # threads wait where pictures would fill the memory
+            return read_pictures(pipe, *jobs[file])
+    reads = common.run_ahead(read, order, threads=4, most=8)
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
@@ -556,6 +567,41 @@ def read_encoded(sample, encoded):
     index_file.check_tensors(tensors, sample, encoded)
     return tensors
 
+@contextmanager
+def keep_from_prune(samples, cache_dir):
+    """Within `with` CACHE_DIR/.planned-TOKEN, written by the first process, lists the files that this script is about
+    to need -> whether the cache can be written. tools/prune.py, which knows the files of indexes only, leaves these
+    alone while they are encoded, and until an index names them or pictures are generated. The list goes whether the
+    block succeeds, fails or is interrupted; only a process that was killed leaves it. A cache that cannot be written
+    has no such list, and serves if it is complete; InputError if it is not. (An index of another folder has its files
+    there, and keeps them itself.)"""
+    # each command has its own list, as several may work on the same pictures
+    path = Path(cache_dir, f".planned-{secrets.token_hex(16)}")
+    writable = common.on_first_process(lambda: list_files(path, samples))
+    try:
+        yield writable
+    finally:
+        with suppress(OSError): # as a list of a killed process
+            path.unlink(missing_ok=True)
+
+def list_files(path, samples):
+    """Writes keep_from_prune's list -> whether the cache can be written."""
+    files = {file for sample in samples for file in files_of(sample)}
+    names = sorted(f"{file.parent.name}/{file.name}" for file in files)
+    try:
+        if files:
+            common.write_file(path, "\n".join(names).encode())
+        return True
+    except InputError as e:
+        missing = sum(not file.is_file() for file in files)
+        if missing:
+            index = min(path.parent.glob("*.json"), default="")
+            other = f", or one of its indexes as --data, such as {index}" if index else ""
+            why = common.os_reason(e.__cause__)
+            raise InputError(f"--cache_dir {path.parent}: cannot be written ({why}), and lacks {missing} of "
+                             f"{len(files)} files; give another folder{other}")
+        return False # as library/files/disk.py has said
+
 # ---- what a training reads -------------------------------------------------------------------------------------------
 
 def plan_training(pipe, folder, args):
@@ -583,17 +629,17 @@ def plan_training(pipe, folder, args):
         if is_index(root):
             encoders = encoder_fingerprints(folder, args.cache_dir)
             return index_file.open_index(root, encoders, wanted_texts, args)
-        found, wrong = dataset.read_dataset(root)
-        found, more = plan_samples(pipe, found, wanted_texts, geometry, args)
+        given, wrong = dataset.read_dataset(root)
+        planned, more = plan_samples(pipe, given, wanted_texts, geometry, args)
         problems.extend(wrong + more)
-        return found, geometry
+        return planned, geometry
 
     samples = []
     for n, root in enumerate(args.data):
-        found, geometry = read_root(root, texts_of, geometry) # an index is the only root
-        for sample in found if args.repeats else []:
-            sample.repeats = args.repeats[n]
-        samples += found
+        planned, geometry = read_root(root, texts_of, geometry) # an index is the only root
+        if args.repeats:
+            planned = [replace(sample, repeats=args.repeats[n]) for sample in planned]
+        samples += planned
     # the first area alone is validated
     val_geometry = geometry | dict(target_pixels=geometry["target_pixels"][:1])
     val_samples = []
@@ -610,14 +656,22 @@ def plan_training(pipe, folder, args):
         if learned := {prompt.strip() for prompt in preserve_prompts} & set(sample.prompts):
             raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
     print_problems(problems) # now, as the encoding may take hours
-    empty = [] # masks that common.look_at_sample has left out: it has looked at them, and they are no pictures
+    empty = [] # masks that dataset.read_facts has left out of the overlays: it has read them, and they are no pictures
     for s in [*samples, *val_samples]:
-        empty += s.contents.keys() - {*s.others.values(), *dataset.pictures_of(s)}
+        empty += s.contents.keys() - {*s.overlays.values(), *dataset.pictures_of(s)}
     if empty:
         tell(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
              "trained without a mask", file=sys.stderr)
     print_problems(sample_checks.warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems
+
+def write_indexes(args, samples, val_samples, geometry, fingerprints):
+    """The index of --data, and that of --val_data, unless they are indexes themselves."""
+    for roots, encoded, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
+        if encoded and not any(map(is_index, roots)):
+            path = Path(args.cache_dir, f"{dataset.run_name(args.model, roots)}{end}.json")
+            index_file.write_index(path, encoded, geometry, fingerprints, roots)
+            tell(f"{path}: {len(encoded)} samples")
 
 def make_cache(pipe, folder, args, encode=True, verify=False):
     """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry, areas), the
@@ -627,7 +681,7 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(lambda: plan_training(pipe, folder, args))
     failed = {}
-    with keep_from_prune(samples + val_samples if encode and pipe else [], args.cache_dir, files_of) as writable:
+    with keep_from_prune(samples + val_samples if encode and pipe else [], args.cache_dir) as writable:
         if encode:
             failed = encode_samples(pipe, samples + val_samples, args, verify)
             # a sample whose encoding failed is no sample
@@ -640,9 +694,7 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
         if not samples:
             raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
         if encode and pipe and writable and common.rank() == 0: # which another machine can train from
-            index_file.write_indexes(args, samples, val_samples, geometry, pipe.fingerprints)
-    # behind the indexes, which serve other weights, too
-    samples, val_samples = sample_checks.check_weights(args, samples, val_samples)
+            write_indexes(args, samples, val_samples, geometry, pipe.fingerprints)
     common.say(*sample_checks.describe(samples, val_samples))
     areas = geometry["target_pixels"]
     return samples, val_samples, geometry | dict(target_pixels=areas[0]), areas

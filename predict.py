@@ -43,8 +43,6 @@ from library.cli import command_line, flag_types
 from library.cli.flag_types import (SAMPLE_FLAGS, is_one_file, noise_level, number, pixels, png_name, positive,
                                     seed_number)
 from library.data import dataset, sample_checks, stat_cache
-from library.data.index_file import keep_from_prune
-from library.data.job_files import read_samples, refuse_missing_input
 from library.files import disk, tensor_files
 from library.files.stray_files import on_disk
 from library.lora.lora_paths import LORA_FILE, find_lora
@@ -116,7 +114,7 @@ def read_flags():
             parser.error("argument --out: is for one result; leave it out, or give --image FILES without --out_dir")
         args.out = Path(args.out)
         args.out_dir = args.out.parent
-    refuse_missing_input(args)
+    dataset.refuse_missing_input(args)
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
@@ -333,11 +331,25 @@ def save_lora(path, transformer, train, fold=False):
 
 # ---- sampling: what the stock pipeline computes ----------------------------------------------------------------------
 
-def text_keys_of(sample):
-    """What a sample's runs read of sample.texts: its prompt and, for true CFG, the negative one, with its pictures."""
+@dataclass(frozen=True)
+class Settings:
+    """How one picture is generated: flags that count for it (SAMPLE_FLAGS explains them), and its seed."""
+    negative_prompt: str
+    num_inference_steps: int
+    true_cfg_scale: float
+    sigmas: list | None # noise level of each step, before the shift; None: evenly spaced
+    shift: float | None # None: the model's own, by size
+    seed: int
+    # the shape of a result; of a validation picture it is the target's
+    height: int | None = None
+    width: int | None = None
+    size_from: int | None = None # which control gives it, from 1
+
+def text_keys_of(sample, settings):
+    """-> keys of sample.texts that its picture needs: its prompt and, for true CFG, the negative one, with pictures."""
     keys = [(sample.prompts[0], True)]
-    if sample.settings["true_cfg_scale"] > 1:
-        keys.append((sample.settings["negative_prompt"], True))
+    if settings.true_cfg_scale > 1:
+        keys.append((settings.negative_prompt, True))
     return keys
 
 @dataclass
@@ -347,21 +359,20 @@ class Job:
     control_latent: torch.Tensor # (K, 64) for the K tokens of all controls
     prompt_embeds: list # of text_keys_of, each (T, 3584)
     img_shapes: list # [(1, h, w), ...] in tokens, the target first
-    settings: dict # the sample's
+    settings: Settings
 
-def load_job(sample, device, encoders=None):
-    """-> Job, from the cache, or encoded now by the pipeline `encoders`. The sample's settings are those of
-    common.SAMPLING and a seed."""
+def load_job(sample, settings, device, encoders=None):
+    """A planned sample, Settings -> Job, from the cache, or encoded now by the pipeline `encoders`."""
     encoding = sample.encodings[0]
     controls = cache.load_latents(sample, encoding, encoders)["control_latent"]
-    embeds = [cache.load_text(sample, key, encoders).to(device) for key in text_keys_of(sample)]
+    embeds = [cache.load_text(sample, key, encoders).to(device) for key in text_keys_of(sample, settings)]
     # stock fills (1, 1, 16, 2h, 2w), on the CPU, in the prompt's dtype; a token is 2x2 of these pixels
     _, h, w = encoding["img_shapes"][0]
     shape = 1, 16, 2 * h, 2 * w
-    generator = torch.Generator().manual_seed(sample.settings["seed"])
+    generator = torch.Generator().manual_seed(settings.seed)
     noise = randn_tensor((1, *shape), generator, torch.device(device), embeds[0].dtype)
     noise, = QwenImageEditPlusPipeline._pack_latents(noise, *shape)
-    return Job(noise, controls.to(device), embeds, encoding["img_shapes"], sample.settings)
+    return Job(noise, controls.to(device), embeds, encoding["img_shapes"], settings)
 
 def find_mu(img_len, scheduler_config):
     """How far the model shifts the timesteps of a target of so many tokens."""
@@ -372,13 +383,13 @@ def make_schedule(job, config):
     """-> this job's scheduler, with its timesteps from 1000 to 0. How far they are shifted depends on the target's
     number of tokens, unless `shift` fixes it as Qwen-Image-Lightning does: the same for every size, and not stretched
     to end at the same noise level."""
-    shift, steps = job.settings["shift"], job.settings["num_inference_steps"]
+    shift, steps = job.settings.shift, job.settings.num_inference_steps
     mu = find_mu(len(job.noise), config)
     if shift:
         mu, config = math.log(shift), dict(config, shift_terminal=None)
     # a scheduler of its own, as it counts its steps
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
-    sigmas = job.settings["sigmas"] or np.linspace(1.0, 1 / steps, steps)
+    sigmas = job.settings.sigmas or np.linspace(1.0, 1 / steps, steps)
     scheduler.set_timesteps(device=job.noise.device, sigmas=sigmas, mu=mu)
     scheduler.set_begin_index(0) # or it would look its first timestep up, which waits for the GPU
     return scheduler
@@ -415,7 +426,7 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
             if len(jobs[j].prompt_embeds) > 1:
                 # classifier-free guidance; stock then scales each token back to the norm of the conditional run
                 uncond = next(preds)[:len(latents[j])]
-                guided = uncond + jobs[j].settings["true_cfg_scale"] * (pred - uncond)
+                guided = uncond + jobs[j].settings.true_cfg_scale * (pred - uncond)
                 pred = guided * (pred.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
             # Euler: x + (next sigma - sigma) * velocity, computed by stock's scheduler. Another sampler goes here
             latents[j] = schedulers[j].step(pred[None], step[j], latents[j][None]).prev_sample[0]
@@ -446,18 +457,19 @@ def decode(vae, latents, img_shapes):
         return None, "VAE" if tensor_files.is_finite(latents) else "transformer"
     return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0], None
 
-def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, device, encoders=None, share=slice(None),
-                     bar=None):
-    """Yields (place in this list of samples, what `decode` returns), many at once. samples, encoders: as for load_job.
-    share: which of the packs this process generates. Without a VAE nothing is decoded, nor yielded."""
+def generate_samples(transformer, vae, scheduler_config, requests, max_tokens, device, encoders=None,
+                     share=slice(None), bar=None):
+    """Yields (place in this list of requests, what `decode` returns), many at once. requests: [(planned sample,
+    Settings)]; encoders: as for load_job. share: which of the packs this process generates. Without a VAE nothing is
+    decoded, nor yielded."""
     lengths = []
-    for sample in samples:
+    for sample, settings in requests:
         images = sum(h * w for _, h, w in sample.encodings[0]["img_shapes"])
-        lengths.append(sum(images + sample.texts[key]["tokens"] for key in text_keys_of(sample)))
+        lengths.append(sum(images + sample.texts[key]["tokens"] for key in text_keys_of(sample, settings)))
     # these packs are the jobs that are in memory at once: denoise packs each of their steps anew, as they end at
     # different steps
     for pack in plan_packs(dict(enumerate(lengths)), max_tokens)[share]:
-        jobs = [load_job(samples[i], device, encoders) for i in pack]
+        jobs = [load_job(*requests[i], device, encoders) for i in pack]
         drawn = denoise(transformer, scheduler_config, jobs, max_tokens, bar)
         for i, job, latents in zip(pack, jobs, drawn, strict=True):
             if vae is not None:
@@ -487,27 +499,30 @@ def find_geometry(args):
 # ---- what is to be generated -----------------------------------------------------------------------------------------
 
 def complete_settings(sample, args, shift_terminal):
-    """Adds the flags to the settings of the sample's own line, which count more -> the text keys that it then needs.
-    InputError for settings that make no sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
-    own = sample.settings
+    """-> Settings: the flags, and what the sample's own line of --jobs sets, which counts more; of several --seed the
+    first. InputError for what makes no sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
+    own = sample.job_fields
     where = f"{args.jobs or '--image'}: {sample.name}"
-    settings = {name: getattr(args, name) for name in ("sigmas", *SAMPLE_FLAGS)} | own
+    values = dict(seed=args.seed[0], sigmas=args.sigmas)
+    values |= {name: getattr(args, name) for name in SAMPLE_FLAGS}
+    values |= {name: value for name, value in own.items() if name not in ("out", "line")}
     if "num_inference_steps" in own: # which replaces the command line's --sigmas
         if "sigmas" in own:
             raise InputError(f"{where}: both sigmas and num_inference_steps; leave one out")
-        settings["sigmas"] = None
-    sigmas = settings["sigmas"] or []
+        values["sigmas"] = None
+    sigmas = values["sigmas"] or []
     if sigmas:
-        settings["num_inference_steps"] = len(sigmas)
+        values["num_inference_steps"] = len(sigmas)
+    settings = Settings(**values)
     # what stock would fail at later, or silently do otherwise
-    flag_types.check_text(f"{where}: negative prompt", settings["negative_prompt"])
+    flag_types.check_text(f"{where}: negative prompt", settings.negative_prompt)
     if not sample.controls:
         raise InputError(f"{where}: a picture without a control cannot be edited; leave it out")
-    if (settings["size_from"] or 0) > len(sample.controls):
-        raise InputError(f"{where}: size_from {settings['size_from']}; give 1 to {len(sample.controls)}")
+    if (settings.size_from or 0) > len(sample.controls):
+        raise InputError(f"{where}: size_from {settings.size_from}; give 1 to {len(sample.controls)}")
     if sigmas != sorted(set(sigmas), reverse=True):
         raise InputError(f"{where}: sigmas {sigmas}; give falling numbers")
-    if settings["num_inference_steps"] == 1 and shift_terminal and not settings["shift"]:
+    if settings.num_inference_steps == 1 and shift_terminal and not settings.shift:
         raise InputError(f"{where}: num_inference_steps 1; give 2 or more, or a shift")
     # a line may name its file, in --out_dir; a folder's picture has its subfolder there
     out = own.get("out", sample.name)
@@ -515,14 +530,27 @@ def complete_settings(sample, args, shift_terminal):
         raise InputError(f"{where}: out {out!r}; give a path below --out_dir")
     if "seed" in own and len(args.seed) > 1:
         raise InputError(f"{where}: its own seed, and --seed gives several; leave one out")
-    sample.settings = settings
-    return text_keys_of(sample)
+    return settings
+
+def plan_requests(pipe, samples, geometry, args):
+    """-> ([(planned sample, its Settings)] of all good samples, problems). geometry: as for cache.plan_sizes."""
+    requests = []
+    problems = []
+    facts = dataset.remember_facts(samples, args.cache_dir)
+    for sample in common.progress("planning", samples, unit="sample"):
+        with common.collect_errors(problems):
+            settings = complete_settings(sample, args, pipe.scheduler.config.shift_terminal)
+            shape = dict(height=settings.height, width=settings.width, size_from=settings.size_from)
+            planned = cache.plan_sample(pipe, sample, text_keys_of(sample, settings), geometry | shape,
+                                        pipe.fingerprints, args, facts)
+            requests.append((planned, settings))
+    return requests, problems
 
 @dataclass
 class Picture:
     """A result: there is one for each sample, seed and scale."""
-    sample: dataset.Sample # with all settings of this picture
-    line: int | None # of --jobs
+    sample: dataset.Planned
+    settings: Settings
     strengths: tuple # of its LoRAs
     row: int # its sample's number
     title: str # what sets it apart in this row of a sheet
@@ -532,26 +560,26 @@ class Picture:
     def about(self, jobs):
         """-> what its file says of it, beside the command, which may make many. jobs: --jobs."""
         said = dict(prompt=self.sample.prompts[0], controls=self.sample.controls)
-        said |= {name: value for name, value in self.sample.settings.items() if value is not None and name != "out"}
+        said |= {name: value for name, value in vars(self.settings).items() if value is not None}
         if self.strengths:
             said["lora_scale"] = self.strengths
-        if self.line is not None:
-            said["line"] = f"{jobs}:{self.line}"
+        if "line" in self.sample.job_fields:
+            said["line"] = f"{jobs}:{self.sample.job_fields['line']}"
         return said
 
-def plan_pictures(samples, args, models, loras, code):
-    """-> [Picture]. models: {part: hash} of transformer and scheduler; loras: hashes of args.lora, as one that is
-    trained on is another one; code: a hash of the code that draws."""
+def plan_pictures(requests, args, models, loras, code):
+    """-> [Picture]. requests: plan_requests's; models: {part: hash} of transformer and scheduler; loras: hashes of
+    args.lora, as one that is trained on is another one; code: a hash of the code that draws."""
     pictures = []
-    for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
-        sample = replace(sample, settings=dict(seed=seed) | sample.settings) # a line's own seed is the only one
-        line = sample.settings.pop("line", None)
+    for (row, (sample, settings)), seed, scale in product(enumerate(requests), args.seed, args.scales):
+        if len(args.seed) > 1: # a line's own seed is the only one
+            settings = replace(settings, seed=seed)
         strengths = tuple(lora_scale * scale for lora_scale in args.lora_scale)
         # its key: the encoded files stand for pictures, prompts, sizes, the encoders and VAE, and --dtype
         encoded = [file.stem for file in cache.files_of(sample)]
-        settings = {k: v for k, v in sample.settings.items() if k not in ("out", "size_from")}
+        deciding = {name: value for name, value in vars(settings).items() if name != "size_from"}
         key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
-                                 code=code, **settings)
+                                 code=code, **deciding)
         # its title, and the end of its name, where there are several of a sample
         words = []
         end = ""
@@ -562,15 +590,14 @@ def plan_pictures(samples, args, models, loras, code):
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
         # its file: the name that the user has given, or one that tells its key; a folder's picture keeps its subfolder
-        given = args.out or sample.settings.get("out")
-        if given:
+        if given := args.out or sample.job_fields.get("out"):
             path = args.out_dir / Path(given).with_stem(Path(given).stem + end) # (--out_dir is the folder of --out)
         else:
             stem = sample.name if args.image else result_files.picture_stem(sample)
-            if line is not None: # without the number of its line, which an edit of the list changes
+            if "line" in sample.job_fields: # without the line's number, which an edit of the list changes
                 stem = stem.split("-", 1)[1]
             path = result_files.result_path(args.out_dir, stem + end, key)
-        pictures.append(Picture(sample, line, strengths, row, ", ".join(words) or "result", key, path))
+        pictures.append(Picture(sample, settings, strengths, row, ", ".join(words) or "result", key, path))
     return pictures
 
 # ---- generating ------------------------------------------------------------------------------------------------------
@@ -592,19 +619,19 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures, refuse_
     t0 = monotonic()
     # the bar counts steps, as a picture of the real model takes half a minute
     bar = common.progress(f"{len(pictures)} pictures", unit="step",
-                          total=sum(p.sample.settings["num_inference_steps"] for p in pictures))
+                          total=sum(p.settings.num_inference_steps for p in pictures))
     for strengths in dict.fromkeys(p.strengths for p in pictures): # two of a LoRA cannot share a forward pass
         chosen = [p for p in pictures if p.strengths == strengths]
         if adapters:
             active = {name: strength for name, strength in zip(adapters, strengths) if strength} # 0 * Inf would be NaN
             transformer.set_adapters(list(active), list(active.values()))
         for i, (image, broken) in generate_samples(transformer, vae, pipe.scheduler.config,
-                                                   [p.sample for p in chosen], args.max_tokens,
+                                                   [(p.sample, p.settings) for p in chosen], args.max_tokens,
                                                    args.transformer_device, bar=bar):
             picture = chosen[i]
             try:
                 result_files.refuse_not_finite(picture.path, broken, strengths,
-                                               picture.sample.settings["true_cfg_scale"], args.dtype)
+                                               picture.settings.true_cfg_scale, args.dtype)
                 save_png(image, picture.path, picture.key, picture.about(args.jobs))
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # NaN, or a full disk: other pictures may be good
@@ -628,8 +655,8 @@ def main(args):
     rooms = [*result_files.DRAWING, *[f"library/models/{name}.py" for name, used in at_work.items() if used]]
     code = result_files.code_hash(rooms)
     geometry = find_geometry(args)
-    samples, problems = read_samples(args)
-    inputs = {path for s in samples for path in (*dataset.pictures_of(s), *s.others.values())}
+    samples, problems = dataset.read_samples(args)
+    inputs = {path for s in samples for path in (*dataset.pictures_of(s), *s.overlays.values())}
     folder = cache.find_model(args.model, cache.ENCODERS)
     transformer_folder, transformer_file = find_transformer(args)
     parts = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
@@ -649,14 +676,13 @@ def main(args):
     here = base_model.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
     base_model.warn_other_base(args.lora, here, geometry)
     pipe = cache.load_pipeline(folder, args.cache_dir)
-    shift_terminal = pipe.scheduler.config.shift_terminal
-    samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),
-                                        geometry, args)
+    requests, wrong = plan_requests(pipe, samples, geometry, args)
     if first:
-        common.print_problems(sample_checks.warnings(args, samples))
+        planned, settings = [[pair[n] for pair in requests] for n in range(2)]
+        common.print_problems(sample_checks.warnings(args, planned, settings=settings))
 
     # a picture for each sample, seed and scale; those that are there already, whole, stay
-    pictures = plan_pictures(samples, args, models, loras, code)
+    pictures = plan_pictures(requests, args, models, loras, code)
     common.on_first_process(lambda: result_files.refuse_names([(p.path, p.key) for p in pictures], inputs,
                                                               args.jobs or "--image",
                                                               disk.longest_name(args.out_dir)))
@@ -671,7 +697,7 @@ def main(args):
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded
     chosen = [p.sample for p in missing]
-    with keep_from_prune(chosen, args.cache_dir, cache.files_of):
+    with cache.keep_from_prune(chosen, args.cache_dir):
         failed = cache.encode_samples(pipe, chosen, args, verify=True)
         problems += [*wrong, *dict.fromkeys(failed.values())]
         if first:

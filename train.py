@@ -133,7 +133,7 @@ pretrained_file = lora_paths.find_lora(args.pretrained_lora) if args.pretrained_
 sample_lora_files = [lora_paths.find_lora(path) for path in args.sample_lora]
 run_name = dataset.run_name(args.model, args.data)
 out_dir = run_folder.find(args, run_name)
-dataset.look_over(args)
+dataset.check_datasets(args)
 say(f"{out_dir}: a LoRA for {args.model}, trained on {' '.join(args.data)}; the libraries take some seconds")
 
 # What follows takes ten seconds to import, so it comes behind all that needs a second.
@@ -177,7 +177,7 @@ if pretrained_file: # (tensors, metadata): a finished run's at the scale at whic
 #       (sum(losses) / len(picks)).backward()
 #
 #   target, control   the picture wanted, and a picture given (before, after)
-#   sample            a target with its controls and its prompts; common.Sample lists the fields
+#   sample            a target with its controls and its prompts; dataset.Planned lists the fields
 #   latents, token    a picture as the VAE encodes it; a token is 16x16 pixels of it, or a piece of a prompt
 #   base              the frozen model without the LoRA
 #   position          the number of a sample in the endless stream: step n uses n * batch_size and so on
@@ -191,7 +191,7 @@ if pretrained_file: # (tensors, metadata): a finished run's at the scale at whic
 @dataclass
 class Pick:
     """What is trained at one position of the stream, chosen before any file is opened."""
-    sample: dataset.Sample
+    sample: dataset.Planned
     encoding: dict # one of sample.encodings: the shapes and the file of its latents
     prompt: str # one of the sample's; "" if it was dropped; with `preserve` one of --preserve_prompts
     with_controls: bool # False: text-to-image; the prompt's embedding does not see the controls either
@@ -293,6 +293,9 @@ def load_item(picked):
     mask = None if picked.preserve else latents.get("edit_mask") # (that prompt does not ask for the edit)
     if mask is not None:
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
+        if not weight.any():
+            common.warn_once(f"warning: {picked.sample.name}: its mask leaves no token a weight, so nothing is learned "
+                             "from it; correct the mask, or raise --mask_foreground_weight, --mask_background_weight")
     controls = latents["control_latent"] if picked.with_controls else latents["control_latent"][:0]
     prompt = cache.load_text(picked.sample, (picked.prompt, picked.with_controls), encoders)
     if prompt.shape[1] != transformer.config.joint_attention_dim: # a foreign cache may hold anything

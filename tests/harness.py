@@ -374,7 +374,7 @@ def paste(command):
 
 def encoder_flags(**changes):
     """The command line gives these flags to the functions that encode."""
-    return SimpleNamespace(**dict(dtype="float32", vae_device="cpu", text_encoder_device="cpu", cache_dir="cache",
+    return SimpleNamespace(**dict(dtype="float32", vae_device="cpu", text_encoder_device="cpu", cache_dir="encoded",
                                   max_sequence_length=1024, quantize_text_encoder="none") | changes)
 
 def is_whole(path, key):
@@ -531,12 +531,13 @@ def cached_files(cache_dir):
 def job_of(pipe, images, tmp_path, area=64 * 64, seed=3, prompt="add a red border", **settings):
     """It returns what predict.py makes of its flags: a sample, encoded, and read from the cache for denoise()."""
     sample = dataset.make_sample("--prompt", images[0], "a", None, images, [prompt])
-    sample.settings = dict(flag_types.SAMPLING, num_inference_steps=3, seed=seed) | settings
-    texts = [(prompt, True), (sample.settings["negative_prompt"], True)]
-    cache.plan_sample(pipe, sample, texts, dict(target_pixels=[area], control_pixels=area, upscale=True),
-                      cache.encoder_fingerprints(Path(pipe.name_or_path), tmp_path / "c"),
-                      encoder_flags(cache_dir=tmp_path / "c"))
-    return predict.load_job(sample, "cpu", pipe)
+    settings = predict.Settings(**dict(flag_types.SAMPLING, num_inference_steps=3, seed=seed) | settings)
+    geometry = dict(target_pixels=[area], control_pixels=area, upscale=True, height=settings.height,
+                    width=settings.width, size_from=settings.size_from)
+    planned = cache.plan_sample(pipe, sample, [(prompt, True), (settings.negative_prompt, True)], geometry,
+                                cache.encoder_fingerprints(Path(pipe.name_or_path), tmp_path / "c"),
+                                encoder_flags(cache_dir=tmp_path / "c"))
+    return predict.load_job(planned, settings, "cpu", pipe)
 
 class Reader(HTMLParser): # a class because HTMLParser calls its methods
     """It reads a page as a browser does: the tags with their attributes, the texts of each kind of tag."""

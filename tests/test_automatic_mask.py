@@ -170,10 +170,10 @@ def test_a_pair_without_a_mask_gets_one_in_the_cache(tmp_path):
     assert encoded["files"]["none"][0] != encoded["auto"]["none"][0]
     assert "edit_mask" not in {**encoded["files"]["none"][1], **encoded["auto"]["shapes"][1]}
     made = sum("edit_mask" in tensors for _, tensors in encoded["auto"].values())
-    assert 0 < made < len(encoded["auto"]) and f"masks: {made} of {len(encoded['auto'])} pairs (" in said["auto"]
-    assert "\\n" not in said["auto"] # a line of its own
     by_hand = sum("edit_mask" in tensors for _, tensors in encoded["files"].values())
-    assert f"masks: {by_hand} of {len(encoded['files'])} pairs\n" in said["files"]
+    assert by_hand < made < len(encoded["auto"])
+    assert f"mask: {by_hand} of {len(encoded['files'])} pairs\n" in said["files"] and "--mask auto" not in said["files"]
+    assert f"--mask auto looks for the edit in {len(encoded['auto']) - by_hand} pairs" in said["auto"]
     for name in ("none", "rounded"):
         assert encoded["auto"][name][1]["edit_mask"].reshape(4, 6).tolist() == [[1.0] * 6] + [[0.0] * 6] * 3
 

@@ -28,7 +28,7 @@ from transformers import Qwen2VLProcessor
 import cache
 import common
 from library.data import dataset as dataset_, index_file, picture_files, stat_cache
-from library.data.dataset import look_at, read_dataset, run_name
+from library.data.dataset import picture_facts, read_dataset, run_name
 from library.files import tensor_files
 import predict
 from tests.harness import (DEVICE, DTYPE, DTYPE_NAME, NATIVE, ON_DEVICE, TINY, add_item, as_v1, assert_same,
@@ -123,7 +123,7 @@ def test_a_mask_is_read_by_the_rules_of_masks_and_one_that_marks_nothing_is_none
     for name, mask in masks.items():
         add_item(tmp_path / "data", name, ((64, 96), (64, 64)), mask=mask)
     result = make_cache(tmp_path / "data", tmp_path / "c", *NATIVE)
-    assert result.status == 0 and "masks: 3 of 5 pairs" in result.out, result.out
+    assert result.status == 0 and "mask: 3 of 5 pairs" in result.out, result.out
     assert re.search("warning: 2 masks mark nothing or everything, .*(black|white).png", result.err)
     tensors = {name: load(tmp_path / "c", name)[0].get("edit_mask") for name in masks}
     assert tensors["black"] is tensors["white"] is None and tensors["gray"].mean() == 0.25
@@ -543,9 +543,9 @@ def read_counter():
 @pytest.fixture
 def opened(monkeypatch):
     """The names of the pictures that were opened for a plan. All that this test writes counts as settled."""
-    names, real = [], look_at
+    names, real = [], picture_facts
     monkeypatch.setattr(stat_cache, "SETTLED", -10**15)
-    monkeypatch.setattr(dataset_, "look_at", lambda path: names.append(Path(path).name) or real(path))
+    monkeypatch.setattr(dataset_, "picture_facts", lambda path: names.append(Path(path).name) or real(path))
     return names
 
 def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, opened):
@@ -597,12 +597,12 @@ def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(
     (data / "target/cat.png").unlink()
     with pytest.raises(common.InputError): # planned a moment before it went
         sample, = [s for s in index_of(tmp_path / "c").values() if s.name == "cat"]
-        look = dataset_.looks([sample], tmp_path / "c")[0]
-        look(sample.target)
+        facts_of, _ = dataset_.remember_facts([sample], tmp_path / "c")
+        facts_of(sample.target)
     stamp_of = stat_cache.stat_of
     monkeypatch.setattr(stat_cache, "stat_of", lambda path: None if path == sample.controls[0] else stamp_of(path))
-    look = dataset_.looks([sample], tmp_path / "c")[0] # it has come since
-    assert look(sample.controls[0]) == look_at(sample.controls[0])
+    facts_of, _ = dataset_.remember_facts([sample], tmp_path / "c") # it has come since
+    assert facts_of(sample.controls[0]) == picture_facts(sample.controls[0])
 
 def test_folders_that_change_places_are_read_again_where_all_times_are_equal(data, tmp_path, opened, monkeypatch):
     """A BMP's length tells its size alone, and a clock may tick seldom. Nor is what another version wrote believed."""
@@ -627,14 +627,14 @@ def test_folders_that_change_places_are_read_again_where_all_times_are_equal(dat
 
 def test_what_was_read_before_ctrl_c_is_remembered(data, tmp_path, opened, monkeypatch):
     """Pictures are asked for in their order: cat's target, cat's control, good's ..."""
-    look = look_at
-    monkeypatch.setattr(dataset_, "look_at", lambda path: stop() if "control/cat" in path else look(path))
+    counting = dataset_.picture_facts # the fixture's
+    monkeypatch.setattr(dataset_, "picture_facts", lambda path: stop() if "control/cat" in path else picture_facts(path))
 
     def stop():
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         make_cache(data, tmp_path / "c")
-    monkeypatch.setattr(dataset_, "look_at", look)
+    monkeypatch.setattr(dataset_, "picture_facts", counting)
     opened.clear()
     assert make_cache(data, tmp_path / "c").status == 0 and opened == ["cat.png", "good.png", "good.png"]
 

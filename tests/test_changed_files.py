@@ -120,13 +120,13 @@ def test_what_changes_before_it_is_loaded_is_one_line_and_no_picture(here, monke
     assert "Traceback" not in result.err and not list((here / "out").glob("*.png"))
 
 @pytest.mark.parametrize("module, moment", [(common, "start_processes"), (cache, "load_pipeline"),
-                                            (cache, "encoder_fingerprints"), (cache, "plan_samples")])
+                                            (cache, "encoder_fingerprints"), (predict, "plan_requests")])
 @pytest.mark.parametrize("what", ["lora1/" + predict.LORA_FILE, "model/model_index.json", "model/vae"])
 def test_what_is_gone_before_it_is_hashed_or_behind_is_one_line(here, monkeypatch, module, moment, what):
     """At any moment, though the line says it in other words where the file was never seen."""
     before(monkeypatch, module, moment, lambda: (here / what).rename(here / "elsewhere"))
     result = draw_in(here)
-    if moment == "plan_samples" and what.endswith("model_index.json"): # all of it has been read
+    if moment == "plan_requests" and what.endswith("model_index.json"): # all of it has been read
         assert result.status == 0
         return
     assert result.status == 1 and is_one_line(result.errors[-1], (here / what).name), result.err
@@ -135,7 +135,7 @@ def test_what_is_gone_before_it_is_hashed_or_behind_is_one_line(here, monkeypatc
 def test_the_class_of_a_pipeline_that_is_replaced_later_changes_nothing(here, monkeypatch):
     """The keys have the class that was loaded, and its encoders encode on."""
     want = draw_in(here, "--out_dir", here / "want", "--cache_dir", here / "other")
-    before(monkeypatch, cache, "plan_samples",
+    before(monkeypatch, predict, "plan_requests",
            lambda: edit_json(here / "model/model_index.json", _class_name="QwenImageEditPipeline"))
     result = draw_in(here, "--cache_dir", here / "new")
     assert want.status == result.status == 0, result.err

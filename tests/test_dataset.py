@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 import cache
 import common
-from library.data import dataset, mask_files, picture_files
+from library.data import dataset, picture_files
 from tests.harness import (DEVICE, NATIVE, ON_DEVICE, add_item, assert_same, encode, flip, index_of, is_one_line,
                            make_cache, paint_picture, refused, run_script, samples_of, save, show, train, within)
 
@@ -373,7 +373,7 @@ def test_what_is_decoded_is_what_was_hashed(tmp_path, suffix):
     content, want = common.file_hash(path), picture_files.read_image(path)
     assert np.array_equal(np.asarray(picture_files.read_image(path, content)), np.asarray(want))
     save(paint_picture(seed=1), path)
-    for read in (picture_files.read_image, mask_files.read_mask):
+    for read in (picture_files.read_image, picture_files.read_mask):
         with refused(path, "has changed since it was looked at; run the same command again"):
             read(path, content)
     with pytest.MonkeyPatch.context() as patch: # it changes between two readings: there is only one

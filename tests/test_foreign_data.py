@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from PIL import Image
 import cache
 import common
 from library.cli import flag_types
-from library.data import dataset, index_file, mask_files, picture_files, stat_cache
+from library.data import dataset, index_file, picture_files, stat_cache
 from library.files import tensor_files
 from library.results import contact_sheets
 import predict
@@ -117,7 +116,7 @@ def test_a_snapshot_of_the_hub_is_a_dataset_in_every_form(data, tmp_path, plus):
     for n, source in enumerate((folder, listed, parquet_of(data, tmp_path))):
         result = run_script("tools/import_data.py", source, tmp_path / f"imported{n}")
         assert result.status == 0 and "2 samples" in result.out, result.err
-    found, problems = predict.read_samples(image_flags(folder / "control", tmp_path / "out"))
+    found, problems = dataset.read_samples(image_flags(folder / "control", tmp_path / "out"))
     assert len(found) == 2 and not problems
 
 def parquet_of(data, tmp_path):
@@ -135,9 +134,9 @@ def image_flags(folder, out_dir):
 
 def test_image_folder_leaves_out_what_leads_out_and_a_picture_that_is_named_may_be_a_link(data, outside, tmp_path):
     link_to(data, "control/cat.png", outside / "control/cat.png")
-    samples, problems = predict.read_samples(image_flags(data / "control", tmp_path / "out"))
+    samples, problems = dataset.read_samples(image_flags(data / "control", tmp_path / "out"))
     assert [s.name for s in samples] == ["good"] and is_one_line(*problems, "control/cat.png", "leads out")
-    samples, problems = predict.read_samples(image_flags(data / "control/cat.png", tmp_path / "out"))
+    samples, problems = dataset.read_samples(image_flags(data / "control/cat.png", tmp_path / "out"))
     assert len(samples) == 1 and not problems
 
 def test_jobs_jsonl_may_name_any_picture_and_a_dataset_given_as_jobs_may_not(data, outside, tmp_path):
@@ -633,105 +632,6 @@ def test_repeats_have_a_limit(data):
         result = run_script("cache.py", "--data", data, "--repeats", value)
         assert result.status == 2 and is_one_line(result.errors[0], "--repeats", "1 to 10000")
 
-def test_threads_wait_for_room_and_never_for_each_other(tmp_path, monkeypatch):
-    """All pictures of a sample together: eight threads with two pictures each hold at most what may be in flight."""
-    paths = [save(paint_picture((100, 100), n), tmp_path / f"{n}.png") for n in range(16)]
-    monkeypatch.setattr(picture_files, "MOST", 50_000)
-    most = [0]
-
-    def work(n):
-        with picture_files.reserve_pixels(paths[2 * n:2 * n + 2]):
-            most[0] = max(most[0], sum(picture_files.held.values()))
-            time.sleep(0.05)
-            with picture_files.reserve_pixels(paths[:1]): # a second time: it has its room
-                pass
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    with within(20):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert most == [40_000] and not picture_files.held
-    with within(5), picture_files.reserve_pixels(paths): # larger than all there is: alone
-        assert sum(picture_files.held.values()) == 160_000
-    with picture_files.reserve_pixels([tmp_path / "none.png"]):
-        assert sum(picture_files.held.values()) == 0
-
-@pytest.mark.parametrize("script", ["cache.py", "tools/doctor.py", "tools/import_data.py", "masks"])
-def test_every_reader_of_many_pictures_waits_for_room(data, tmp_path, monkeypatch, script):
-    """Whoever decodes in threads holds room for what it decodes."""
-    save(Image.fromarray(np.arange(4096, dtype=np.uint8).reshape(64, 64)), data / "mask/cat.png")
-    without = []
-    real = picture_files.decode
-
-    def decode(path, content=None):
-        if threading.current_thread() is not threading.main_thread() and not picture_files.held.get(threading.get_ident()):
-            without.append(path)
-        return real(path, content)
-    monkeypatch.setattr(picture_files, "decode", decode)
-    if script == "masks":
-        look, look_mask = dataset.looks(dataset.read_dataset(data)[0], tmp_path / "c")
-    elif script == "cache.py":
-        assert make_cache(data, tmp_path / "c", *NATIVE, "--mask", "auto").status == 0
-    else:
-        out = ["--out", tmp_path / "out"] if "doctor" in script else [tmp_path / "out"]
-        assert run_script(script, data, *out).status == 0
-    assert not without
-
-def plain_at_once(image, path):
-    """to_plain as it was: the whole picture at once."""
-    has_profile, profile = "icc_profile" in image.info, image.info.pop("icc_profile", None)
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
-    if has_profile:
-        image = picture_files.to_srgb(image, profile, path)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "I;16", "CMYK", "L", "RGB"])
-def test_a_picture_is_made_plain_in_strips_to_the_same_bits(tmp_path, mode):
-    rng = np.random.default_rng(0)
-    rgba = Image.fromarray(rng.integers(0, 256, (700, 90, 4), dtype=np.uint8))
-    image = Image.fromarray(rng.integers(0, 2**16, (700, 90), dtype=np.uint16)) if mode == "I;16" else (
-        rgba.quantize(50) if mode == "P" else rgba.convert(mode))
-    if mode in ("L", "RGB"):
-        image.info["transparency"] = 5 if mode == "L" else tuple(rgba.getpixel((0, 0))[:3])
-    if mode in ("RGBA", "CMYK"):
-        profile = picture_files.ImageCms.ImageCmsProfile(picture_files.ImageCms.createProfile("sRGB"))
-        image.info["icc_profile"] = profile.tobytes()
-    got, want = picture_files.to_plain(image.copy(), "a"), plain_at_once(image.copy(), "a")
-    assert got.mode == "RGB" and got.tobytes() == want.tobytes()
-
-@pytest.mark.parametrize("kind", ["white on transparency", "one colour", "soft colour", "16 bits", "gray"])
-def test_a_mask_is_read_row_by_row_to_the_same_bits(kind):
-    """As with the formulas for whole arrays, which took 40 bytes a pixel."""
-    rng = np.random.default_rng(0)
-    soft = np.clip(rng.normal(128, 90, (600, 80)), 0, 255).astype(np.uint8)
-    if kind == "16 bits":
-        wide = (soft.astype(np.uint16) * 257)
-        got = mask_files.read_form(Image.fromarray(wide))
-        assert np.array_equal(np.asarray(got), (wide / np.float32(257)).round().astype(np.uint8))
-    elif kind == "gray":
-        assert np.array_equal(np.asarray(mask_files.read_form(Image.fromarray(soft))), soft)
-    elif kind == "white on transparency":
-        rgba = np.dstack([np.full_like(soft, 255)] * 3 + [soft])
-        assert np.array_equal(np.asarray(mask_files.read_form(Image.fromarray(rgba))), soft)
-    else:
-        colour = np.array([200, 40, 90])
-        share = soft / 255 if kind == "soft colour" else (soft > 128).astype(float)
-        rgb = (share[..., None] * colour).round().astype(np.uint8)
-        bright = rgb.max(-1)
-        want = (255 * (bright / np.float32(bright.max()))).round().astype(np.uint8)
-        got = mask_files.read_form(Image.fromarray(rgb))
-        assert np.array_equal(np.asarray(got), want)
-
-def test_a_profile_of_many_megabytes_is_ignored_with_a_line(tmp_path, capsys):
-    picture = save(paint_picture(), tmp_path / "a.tif", icc_profile=b"x" * (picture_files.LARGE_PROFILE + 1))
-    image = picture_files.read_image(picture)
-    assert image.tobytes() == paint_picture().tobytes() and "16,777,216 bytes" in capsys.readouterr().err
-
 # ---- whatever is in them ---------------------------------------------------------------------------------------------
 
 def hostile(rng, home):
@@ -821,7 +721,7 @@ def spoiled_manifest(rng, folder, home, small):
     samples, problems = dataset.read_dataset(folder)
     for sample in samples:
         with common.collect_errors(problems):
-            dataset.look_at_sample(sample)
+            dataset.read_facts(sample)
     assert all(is_one_line(problem) for problem in problems), problems
     return samples
 
@@ -834,9 +734,9 @@ def spoiled_jobs(rng, folder, home, small):
     for sample in samples:
         with common.collect_errors(problems):
             predict.complete_settings(sample, flags, shift_terminal=0.02)
-            out = folder / "out" / sample.settings.get("out", "x.png")
+            out = folder / "out" / sample.job_fields.get("out", "x.png")
             assert common.is_inside(out, folder / "out")
-            dataset.look_at_sample(sample)
+            dataset.read_facts(sample)
     assert all(is_one_line(problem) for problem in problems), problems
 
 def imported(source, folder):

@@ -151,7 +151,7 @@ def test_a_line_says_which_flags_the_folder_sets(tmp_path):
 def test_what_the_folder_sets_is_what_the_flag_would_give(tmp_path, monkeypatch):
     """Types, too."""
     found = []
-    monkeypatch.setattr(dataset, "look_over", lambda args: found.append(args) or exit())
+    monkeypatch.setattr(dataset, "check_datasets", lambda args: found.append(args) or exit())
     start(tmp_path / "m", dict(max_steps="500", lr=1, upscale=False, target_pixels="512x512", gradient_checkpointing=0,
                                optimizer_args=[["betas", [0.5, 0.9]], ["adjust_lr_fn", "original"]]))
     run_script("train.py", "--model", tmp_path, *RUN["train.py"], *shlex.split(
@@ -163,7 +163,7 @@ def test_what_the_folder_sets_is_what_the_flag_would_give(tmp_path, monkeypatch)
 def test_our_own_tiny_has_its_data_and_a_copy_has_none(tmp_path, monkeypatch):
     """However it is called; a copy keeps the numbers."""
     found = []
-    monkeypatch.setattr(dataset, "look_over", lambda args: found.append(args) or exit())
+    monkeypatch.setattr(dataset, "check_datasets", lambda args: found.append(args) or exit())
     (tmp_path / "link").symlink_to(TINY)
     for model in ("tiny", TINY, tmp_path / "link", f"{TINY}/../tiny/"):
         run_script("train.py", "--model", model)
@@ -286,7 +286,7 @@ def test_a_damaged_json_file_of_a_model_is_one_line(tmp_path, file, capfd):
 def test_damaged_defaults_are_one_line(tmp_path, monkeypatch):
     """The same, for all three scripts."""
     text = (TINY / "defaults.json").read_text("utf-8")
-    monkeypatch.setattr(dataset, "look_over", lambda args: exit())
+    monkeypatch.setattr(dataset, "check_datasets", lambda args: exit())
     for seed in range(OPTIONS["fuzz"] or 60):
         script = list(RUN)[seed % 3]
         new = damaged(text, random.Random(seed))

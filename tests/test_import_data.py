@@ -18,7 +18,7 @@ import torch
 import yaml
 from PIL import Image, ImageOps
 
-from library.data import mask_files, picture_files
+from library.data import picture_files
 from library.data.dataset import read_dataset
 from library.files import tensor_files
 import predict
@@ -611,7 +611,7 @@ def masks_of(out):
     for path in sorted((out / "mask").rglob("*.*")):
         with Image.open(path) as image:
             assert image.mode in ("1", "L"), path
-        found[path.stem] = mask_files.read_mask(path)
+        found[path.stem] = picture_files.read_mask(path)
     return found
 
 def test_a_table_of_magicbrush_gives_the_holes_as_masks(tmp_path):

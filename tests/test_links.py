@@ -11,7 +11,7 @@ from pathlib import Path, PureWindowsPath
 
 import pytest
 
-from library.data import dataset, job_files, picture_files
+from library.data import dataset, picture_files
 from library.files import stray_files
 from training import run_folder
 import predict
@@ -24,8 +24,8 @@ ROW = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
 def edited(image, monkeypatch):
     """What predict.py would edit by this command -> (samples, problems)."""
     monkeypatch.setattr(sys, "argv", ["predict.py", "--image", str(image), "--prompt", "go"])
-    monkeypatch.setattr(predict, "refuse_nothing", lambda args: None)
-    return job_files.read_samples(predict.read_flags())
+    monkeypatch.setattr(dataset, "refuse_missing_input", lambda args: None)
+    return dataset.read_samples(predict.read_flags())
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def test_links_into_the_hubs_blobs_are_files_in_folders_and_tables(tmp_path, pla
         for root in [data, data / "metadata.jsonl"][:2 - (form == "folders")]:
             samples, problems = dataset.read_dataset(root)
             assert len(samples) == 1 and not problems
-            dataset.look_at_sample(samples[0])
+            dataset.read_facts(samples[0])
     source = data / "rows.jsonl" if form == "a table" else data
     result = run_script("tools/import_data.py", source, tmp_path / "out")
     assert result.status == 0 and ": 1 samples" in result.out and "not used" not in result.out, result.err
@@ -125,7 +125,7 @@ def test_a_table_may_spell_names_in_another_form(spelled, tmp_path, monkeypatch)
     (data / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
     samples, problems = dataset.read_dataset(data / "rows.jsonl")
     assert [sample.name for sample in samples] == [f"target/{NFC}/{NFC}"] and samples[0].mask and not problems
-    dataset.look_at_sample(samples[0])
+    dataset.read_facts(samples[0])
     job = dict(image=f"data/{row['control'][0]}", prompt="go")
     (tmp_path / "jobs.jsonl").write_text(json.dumps(job), encoding="utf-8")
     samples, problems = dataset.read_manifest(tmp_path / "jobs.jsonl", is_job=True)

@@ -1,5 +1,5 @@
 """
-common.read_mask: a mask by hand means the same region in whatever form a program writes it, or is refused with a line.
+picture_files.read_mask: a mask by hand means the same region in whatever form a program writes it, or is refused with a line.
 
 $ python -m pytest -q tests/test_mask_files.py     # 5 seconds
 """
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
-from library.data import mask_files
+from library.data import picture_files
 from tests.harness import TINY, refused, save
 
 SIZE = (160, 128)
@@ -89,8 +89,8 @@ def test_a_mask_is_the_same_in_every_form(tmp_path, form, soft):
     image, options = (FORMS | HARD)[form](mask)
     path = store(tmp_path / "mask", image, **options)
     for content in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
-        got = mask_files.read_mask(path, content)
-        assert got.mode == "L" and not mask_files.mask_is_empty(got)
+        got = picture_files.read_mask(path, content)
+        assert got.mode == "L" and not picture_files.mask_is_empty(got)
         assert np.array_equal(np.asarray(got), np.asarray(mask)), abs(np.subtract(got, mask, dtype=int)).max()
 
 @pytest.mark.parametrize("suffix, quality", [("jpg", 50), ("jpg", 75), ("jpg", 95), ("jpg", 100), ("webp", 50),
@@ -99,7 +99,7 @@ def test_a_mask_is_the_same_in_every_form(tmp_path, form, soft):
 @pytest.mark.parametrize("soft", [False, True])
 def test_what_jpeg_does_to_a_mask_is_no_other_form(tmp_path, suffix, quality, mode, soft):
     path = store(tmp_path / "mask", draw(soft).convert(mode), suffix=suffix, quality=quality)
-    got = mask_files.read_mask(path)
+    got = picture_files.read_mask(path)
     assert np.array_equal(np.asarray(got), np.asarray(Image.open(path).convert("L"))) # as it has always been read
     assert abs(np.subtract(got, draw(soft), dtype=int)).mean() < 3
 
@@ -110,23 +110,23 @@ def test_no_noise_of_jpeg_is_taken_for_labels(tmp_path):
         (w, h), image = rng.integers(64, 400, 2), Image.new("L", SIZE)
         ImageDraw.Draw(image).ellipse((10, 10, 10 + w // 8, 10 + h // 8), 255)
         path = store(tmp_path / "mask", image, suffix=("jpg", "webp")[n % 2], quality=int(rng.integers(20, 101)))
-        got = np.asarray(mask_files.read_mask(path))
+        got = np.asarray(picture_files.read_mask(path))
         assert np.array_equal(got, np.asarray(Image.open(path).convert("L")))
         few += len(np.unique(got)) < 5
     assert few
     noisy = Image.fromarray(np.eye(64, dtype=np.uint8))
-    assert mask_files.mask_is_empty(mask_files.read_mask(store(tmp_path / "mask", noisy, suffix="webp", lossless=True)))
+    assert picture_files.mask_is_empty(picture_files.read_mask(store(tmp_path / "mask", noisy, suffix="webp", lossless=True)))
 
 def test_a_small_soft_mask_may_be_dim(tmp_path):
     """Blurred so much that nothing is white: it has more levels than a picture has labels."""
     image = Image.new("L", SIZE)
     ImageDraw.Draw(image).ellipse((60, 50, 85, 75), 255)
     image = image.filter(ImageFilter.GaussianBlur(14))
-    assert max(image.getextrema()) < 96 and np.array_equal(mask_files.read_mask(save(image, tmp_path / "a.png")), image)
+    assert max(image.getextrema()) < 96 and np.array_equal(picture_files.read_mask(save(image, tmp_path / "a.png")), image)
 
 def test_white_strokes_through_lossy_webp_stay_strokes(tmp_path):
     for image, quality in ((with_alpha(WHITE, draw()), 60), (with_alpha(BLACK, ImageOps.invert(draw())), 60)):
-        got = mask_files.read_mask(store(tmp_path / "mask", image, suffix="webp", quality=quality))
+        got = picture_files.read_mask(store(tmp_path / "mask", image, suffix="webp", quality=quality))
         assert np.array_equal(np.asarray(got), np.asarray(draw()))
 
 def labels(*levels):
@@ -157,7 +157,7 @@ UNCLEAR = {
 @pytest.mark.parametrize("kind", UNCLEAR)
 def test_a_mask_that_could_mean_two_things_is_refused(tmp_path, kind):
     with refused(tmp_path / "mask.png", "paint the edited region white on black"):
-        mask_files.read_mask(save(UNCLEAR[kind], tmp_path / "mask.png"))
+        picture_files.read_mask(save(UNCLEAR[kind], tmp_path / "mask.png"))
 
 EMPTY = {
     "black": BLACK, "white": WHITE, "gray": Image.new("L", SIZE, 77), "16 bits": in_16_bits(WHITE.convert("L"), 257),
@@ -168,24 +168,47 @@ EMPTY = {
 
 @pytest.mark.parametrize("kind", EMPTY)
 def test_a_mask_that_selects_nothing_or_everything_is_recognised(tmp_path, kind):
-    assert mask_files.mask_is_empty(mask_files.read_mask(save(EMPTY[kind], tmp_path / "mask.png")))
-    assert mask_files.mask_is_empty(mask_files.read_mask(save(WHITE, tmp_path / "mask.jpg", quality=70)))
+    assert picture_files.mask_is_empty(picture_files.read_mask(save(EMPTY[kind], tmp_path / "mask.png")))
+    assert picture_files.mask_is_empty(picture_files.read_mask(save(WHITE, tmp_path / "mask.jpg", quality=70)))
 
 def test_a_mask_lies_as_its_exif_says(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     for image in (draw(), with_alpha(WHITE, draw()), in_16_bits(draw(), 257), draw().point(lambda v: v // 255)):
-        got = mask_files.read_mask(save(image, tmp_path / "mask.png", exif=exif))
+        got = picture_files.read_mask(save(image, tmp_path / "mask.png", exif=exif))
         assert np.array_equal(np.asarray(got), np.rot90(np.asarray(draw()), -1))
 
 def test_a_layer_that_is_half_transparent_keeps_its_levels(tmp_path):
     """Also if none of them is white."""
     mask = draw(soft=True).point(lambda v: v * 3 // 4)
-    assert np.array_equal(mask_files.read_mask(save(with_alpha(mask, 128), tmp_path / "mask.png")), mask)
+    assert np.array_equal(picture_files.read_mask(save(with_alpha(mask, 128), tmp_path / "mask.png")), mask)
 
 def test_a_large_mask_needs_no_more_memory_than_a_large_picture(tmp_path):
     """A photo's alpha of 24 megapixels, in seconds."""
     image = with_alpha(PHOTO.resize((6000, 4000)), ImageOps.invert(draw()).resize((6000, 4000), Image.NEAREST))
     path, begin = save(image, tmp_path / "mask.png", compress_level=1), time.process_time()
-    got = mask_files.read_mask(path)
+    got = picture_files.read_mask(path)
     assert time.process_time() - begin < 20 and got.size == (6000, 4000)
+
+@pytest.mark.parametrize("kind", ["white on transparency", "one colour", "soft colour", "16 bits", "gray"])
+def test_a_mask_is_read_row_by_row_to_the_same_bits(kind):
+    """As with the formulas for whole arrays, which took 40 bytes a pixel."""
+    rng = np.random.default_rng(0)
+    soft = np.clip(rng.normal(128, 90, (600, 80)), 0, 255).astype(np.uint8)
+    if kind == "16 bits":
+        wide = (soft.astype(np.uint16) * 257)
+        got = picture_files.read_form(Image.fromarray(wide))
+        assert np.array_equal(np.asarray(got), (wide / np.float32(257)).round().astype(np.uint8))
+    elif kind == "gray":
+        assert np.array_equal(np.asarray(picture_files.read_form(Image.fromarray(soft))), soft)
+    elif kind == "white on transparency":
+        rgba = np.dstack([np.full_like(soft, 255)] * 3 + [soft])
+        assert np.array_equal(np.asarray(picture_files.read_form(Image.fromarray(rgba))), soft)
+    else:
+        colour = np.array([200, 40, 90])
+        share = soft / 255 if kind == "soft colour" else (soft > 128).astype(float)
+        rgb = (share[..., None] * colour).round().astype(np.uint8)
+        bright = rgb.max(-1)
+        want = (255 * (bright / np.float32(bright.max()))).round().astype(np.uint8)
+        got = picture_files.read_form(Image.fromarray(rgb))
+        assert np.array_equal(np.asarray(got), want)

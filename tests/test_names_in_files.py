@@ -210,7 +210,6 @@ ALLOWED = {
     "library/lora/foreign_loras.py": {"sort_tensors": {"re.search(pattern)": OWN},
                              "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
     "library/data/index_file.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},
-    "library/data/automatic_mask.py": {"check_weights": {"getattr(f'mask_{part}_weight')": OWN}},
     "common.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
                             "show_streams": {"getattr(name)": OWN, "setattr(name)": OWN}},
     "library/models/offloading.py": {"copy_ahead": {"getattr(device.type)": FLAG}},

@@ -7,6 +7,8 @@ $ python -m pytest -q tests/test_picture_files.py     # 15 seconds
 import os
 import struct
 import sys
+import threading
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,10 +18,10 @@ from PIL import Image, ImageCms, TiffImagePlugin
 
 import cache
 import common
-from library.data import dataset, mask_files, picture_files
+from library.data import dataset, picture_files
 import predict
-from tests.harness import (add_item, is_one_line, paint_picture, refused, run_script, samples_of, save, show,
-                           within)
+from tests.harness import (NATIVE, add_item, is_one_line, make_cache, paint_picture, refused, run_script,
+                           samples_of, save, show, within)
 
 try:
     import pillow_heif
@@ -211,7 +213,7 @@ def test_srgb_stays_to_the_bit_with_or_without_a_profile(tmp_path, mode, profile
     plain, tagged = save(image, tmp_path / "a.png"), save(image, tmp_path / "b.png", icc_profile=profile)
     assert picture_files.read_image(plain).tobytes() == picture_files.read_image(tagged).tobytes()
     for path in (plain, tagged): # in the key as it was before profiles were read
-        assert dataset.look_at(path) == [(64, 64), common.file_hash(path)]
+        assert dataset.picture_facts(path) == [(64, 64), common.file_hash(path)]
     assert picture_files.conversion(profile, mode) == (None, None)
 
 def test_a_linear_space_with_the_primaries_of_srgb_is_converted(tmp_path, monkeypatch):
@@ -233,7 +235,7 @@ def test_a_profile_that_cannot_be_used_is_ignored_with_one_line(tmp_path, capsys
     assert {picture_files.read_image(path).tobytes() for _ in range(3)} == {want}
     err = capsys.readouterr().err
     assert err == f"warning: {path}: its colour profile {problem}; it is ignored, and the colours count as sRGB\n"
-    assert dataset.look_at(path)[1] == common.file_hash(path)
+    assert dataset.picture_facts(path)[1] == common.file_hash(path)
 
 def test_a_png_whose_profile_cannot_be_unpacked(tmp_path, capsys):
     path = save(paint_picture(), tmp_path / "a.png", icc_profile=rgb_profile("P3"))
@@ -252,10 +254,10 @@ def test_a_mask_has_no_colours(tmp_path):
     for suffix in ("png", "tif", "jpg"):
         options = dict(quality=100) if suffix == "jpg" else {}
         path = save(mask, tmp_path / f"a.{suffix}", icc_profile=gray_profile(1.0), **options)
-        assert mask_files.read_mask(path).tobytes() == Image.open(path).tobytes()
-        assert dataset.look_at_mask(path)[1] == common.file_hash(path)
+        assert picture_files.read_mask(path).tobytes() == Image.open(path).tobytes()
+        assert dataset.mask_facts(path)[1] == common.file_hash(path)
     labels = Image.fromarray((np.asarray(mask) > 99).astype(np.uint8)) # of a format without loss: 0 and 1
-    assert mask_files.read_mask(save(labels, tmp_path / "b.tif")).getextrema() == (0, 255)
+    assert picture_files.read_mask(save(labels, tmp_path / "b.tif")).getextrema() == (0, 255)
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
@@ -279,7 +281,7 @@ def test_another_profile_is_another_encoding_and_an_old_one_is_not_believed(tmp_
 
 def test_a_converted_picture_that_changes_is_noticed(tmp_path):
     path = save(paint_picture(), tmp_path / "a.png", icc_profile=rgb_profile("P3"))
-    content = dataset.look_at(path)[1]
+    content = dataset.picture_facts(path)[1]
     assert content == common.file_hash(path) + " in sRGB"
     picture_files.read_image(path, content)
     save(paint_picture(), path, icc_profile=rgb_profile("Adobe"))
@@ -318,7 +320,7 @@ def test_16_bits_are_scaled_not_clipped(tmp_path, order):
     colours = np.stack([levels, levels[::-1], levels.T], -1)
     got = np.asarray(picture_files.read_image(write_tiff(tmp_path / "a.tif", colours, order, 2))).astype(float)
     assert abs(got - colours / 257).max() <= 1 and got.min() == 0 and got.max() == 255
-    mask = mask_files.read_mask(write_tiff(tmp_path / "a.tif", levels, order))
+    mask = picture_files.read_mask(write_tiff(tmp_path / "a.tif", levels, order))
     assert abs(np.asarray(mask) - levels / 257).max() <= 0.5
 
 def test_lab_in_a_tiff(tmp_path):
@@ -364,7 +366,7 @@ def test_a_tiff_that_would_be_misread_is_refused(tmp_path, kind):
     pixels, options, words = NOT_PLAIN[kind]
     path = write_tiff(tmp_path / "a.tif", pixels(), **options)
     Image.open(path).load() # as PIL reads it
-    for read in (dataset.look_at, picture_files.read_image, mask_files.read_mask):
+    for read in (dataset.picture_facts, picture_files.read_image, picture_files.read_mask):
         with refused(path, words):
             read(path)
 
@@ -394,7 +396,7 @@ def test_pictures_are_turned_once(tmp_path, monkeypatch, suffix, orientation, wi
     got = picture_files.read_image(path)
     assert got.size == picture_files.image_size(path) and furthest(got, want) <= 1.5 + 3 * loss
     monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decodes the pixels"))
-    assert dataset.look_at(path)[0] == got.size
+    assert dataset.picture_facts(path)[0] == got.size
 
 @pytest.mark.parametrize("mode", ["L", "I;16", "P", "RGBA", "CMYK", "RGB", "1"])
 @pytest.mark.parametrize("orientation", [3, 6, 7])
@@ -489,7 +491,7 @@ def test_no_damage_is_a_traceback(tmp_path, suffix):
         path.write_bytes(content)
         try:
             with within(5):
-                dataset.look_at(path)
+                dataset.picture_facts(path)
                 picture_files.read_image(path)
             assert n >= 40, f"cut to {len(content)} bytes went unnoticed"
         except common.InputError as e:
@@ -525,3 +527,80 @@ def test_predict_edits_a_tiff_of_wide_colours_as_its_copy_in_srgb(tmp_path):
     a, b = [Image.open(tmp_path / "out" / folder / "photo.png") for folder in ("a", "b")]
     assert a.tobytes() == b.tobytes() and "icc_profile" not in a.info
 
+# ---- memory -----------------------------------------------------------------------------------------------------------
+
+def test_threads_wait_for_room_and_never_for_each_other(tmp_path, monkeypatch):
+    """All pictures of a sample together: eight threads with two pictures each hold at most what may be in flight."""
+    paths = [save(paint_picture((100, 100), n), tmp_path / f"{n}.png") for n in range(16)]
+    monkeypatch.setattr(picture_files, "MOST", 50_000)
+    most = [0]
+
+    def work(n):
+        with picture_files.reserve_pixels(paths[2 * n:2 * n + 2]):
+            most[0] = max(most[0], sum(picture_files.held.values()))
+            time.sleep(0.05)
+            with picture_files.reserve_pixels(paths[:1]): # a second time: it has its room
+                pass
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    with within(20):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [40_000] and not picture_files.held
+    with within(5), picture_files.reserve_pixels(paths): # larger than all there is: alone
+        assert sum(picture_files.held.values()) == 160_000
+    with picture_files.reserve_pixels([tmp_path / "none.png"]):
+        assert sum(picture_files.held.values()) == 0
+
+@pytest.mark.parametrize("script", ["cache.py", "tools/doctor.py", "tools/import_data.py", "masks"])
+def test_every_reader_of_many_pictures_waits_for_room(data, tmp_path, monkeypatch, script):
+    """Whoever decodes in threads holds room for what it decodes."""
+    save(Image.fromarray(np.arange(4096, dtype=np.uint8).reshape(64, 64)), data / "mask/cat.png")
+    without = []
+    real = picture_files.decode
+
+    def decode(path, content=None):
+        if threading.current_thread() is not threading.main_thread() and not picture_files.held.get(threading.get_ident()):
+            without.append(path)
+        return real(path, content)
+    monkeypatch.setattr(picture_files, "decode", decode)
+    if script == "masks":
+        dataset.remember_facts(dataset.read_dataset(data)[0], tmp_path / "c")
+    elif script == "cache.py":
+        assert make_cache(data, tmp_path / "c", *NATIVE, "--mask", "auto").status == 0
+    else:
+        out = ["--out", tmp_path / "out"] if "doctor" in script else [tmp_path / "out"]
+        assert run_script(script, data, *out).status == 0
+    assert not without
+
+def plain_at_once(image, path):
+    """to_plain as it was: the whole picture at once."""
+    has_profile, profile = "icc_profile" in image.info, image.info.pop("icc_profile", None)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
+    if has_profile:
+        image = picture_files.to_srgb(image, profile, path)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "I;16", "CMYK", "L", "RGB"])
+def test_a_picture_is_made_plain_in_strips_to_the_same_bits(tmp_path, mode):
+    rng = np.random.default_rng(0)
+    rgba = Image.fromarray(rng.integers(0, 256, (700, 90, 4), dtype=np.uint8))
+    image = Image.fromarray(rng.integers(0, 2**16, (700, 90), dtype=np.uint16)) if mode == "I;16" else (
+        rgba.quantize(50) if mode == "P" else rgba.convert(mode))
+    if mode in ("L", "RGB"):
+        image.info["transparency"] = 5 if mode == "L" else tuple(rgba.getpixel((0, 0))[:3])
+    if mode in ("RGBA", "CMYK"):
+        profile = picture_files.ImageCms.ImageCmsProfile(picture_files.ImageCms.createProfile("sRGB"))
+        image.info["icc_profile"] = profile.tobytes()
+    got, want = picture_files.to_plain(image.copy(), "a"), plain_at_once(image.copy(), "a")
+    assert got.mode == "RGB" and got.tobytes() == want.tobytes()
+
+def test_a_profile_of_many_megabytes_is_ignored_with_a_line(tmp_path, capsys):
+    picture = save(paint_picture(), tmp_path / "a.tif", icc_profile=b"x" * (picture_files.LARGE_PROFILE + 1))
+    image = picture_files.read_image(picture)
+    assert image.tobytes() == paint_picture().tobytes() and "16,777,216 bytes" in capsys.readouterr().err

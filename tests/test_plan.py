@@ -124,8 +124,8 @@ def test_processes_draw_different_pictures_but_with_fsdp_the_same_ones(monkeypat
     """And without a cache nothing is encoded before."""
     text = "x", True
     sample = SimpleNamespace(prompts=["x"], encodings=[dict(img_shapes=[(1, 2, 3)])], texts={text: dict(tokens=4)})
-    monkeypatch.setattr(validation, "choose_pictures", lambda *_: dict.fromkeys(range(3), sample))
-    monkeypatch.setattr(plan, "text_keys_of", lambda sample: [text])
+    monkeypatch.setattr(validation, "choose_pictures", lambda *_: dict.fromkeys(range(3), (sample, None)))
+    monkeypatch.setattr(plan, "text_keys_of", lambda sample, settings: [text])
     monkeypatch.setattr(plan, "world", lambda: 2)
     args = SimpleNamespace(max_tokens=10, max_steps=7, sample_every=3, use_cache=False)
     for args.fsdp, packs in ((False, [2, 1]), (True, [3, 3])):

@@ -339,7 +339,7 @@ def test_distilled_sampling_with_two_loras_equals_stock(settings, config, call, 
     pipe.scheduler = type(pipe.scheduler).from_config({**pipe.scheduler.config, **config})
     with stock_area(96 * 96):
         stock = pipe(image=[Image.open(photos[0])], prompt="add a red border", true_cfg_scale=1.0, output_type="latent",
-                     num_inference_steps=job.settings["num_inference_steps"], generator=torch.manual_seed(3),
+                     num_inference_steps=job.settings.num_inference_steps, generator=torch.manual_seed(3),
                      **call).images[0]
     show("latents, from the stock pipeline", rel(latents[0], stock), 1e-5)
     assert rel(latents[0], stock) <= 1e-5 < 1e-3 < rel(latents[1], stock)

@@ -19,7 +19,6 @@ import cache
 import common
 from library.cli import flag_types
 from library.data import dataset
-from library.data.index_file import keep_from_prune
 from library.files import tensor_files
 from library.results import contact_sheets, result_files
 import predict
@@ -239,8 +238,8 @@ def test_a_result_says_its_own_prompt_seed_strength_and_line(here, tmp_path):
     assert list(text) == ["key", "command", "sample"] and "--scales 0.5 1" in text["command"]
 
 def test_a_path_that_is_no_text_can_be_said(here, tmp_path):
-    picture = SimpleNamespace(sample=SimpleNamespace(prompts=["a\udce9"], controls=["in/caf\udce9.png"], settings={}),
-                              strengths=(), line=2)
+    sample = SimpleNamespace(prompts=["a\udce9"], controls=["in/caf\udce9.png"], job_fields=dict(line=2))
+    picture = SimpleNamespace(sample=sample, settings=SimpleNamespace(), strengths=())
     about = predict.Picture.about(picture, Path("caf\udce9.jsonl"))
     predict.save_png(paint_picture(), tmp_path / "x.png", "key", about)
     assert said(tmp_path / "x.png") == dict(prompt="a\udce9", controls=["in/caf\udce9.png"], line="caf\udce9.jsonl:2")
@@ -292,13 +291,12 @@ def test_a_negative_number_may_have_an_exponent(here, tmp_path):
     result = run_script("predict.py", *flags, "--scales", "-inf")
     assert result.status == 2 and is_one_line(*result.errors, "--scales", "out of range")
 
-def test_a_negative_prompt_that_is_too_long_is_called_so(here, tmp_path):
+def test_a_prompt_that_is_too_long_is_quoted(here, tmp_path):
     flags = ["--image", here / "in/bee.png", "--true_cfg_scale", 2, "--max_sequence_length", 20]
-    long = "word " * 30
-    for prompts, says in ((["--prompt", "x", "--negative_prompt", long], "bee: negative prompt of"),
-                          (["--prompt", long], "bee: prompt of")):
+    for prompts, says in ((["--prompt", "x", "--negative_prompt", "blur " * 30], "'blur blur"),
+                          (["--prompt", "word " * 30], "'word word")):
         result = run_script("predict.py", *flags_of(here, tmp_path), *flags, *prompts)
-        assert result.status == 1 and is_one_line(*result.errors, says), result.err
+        assert result.status == 1 and is_one_line(*result.errors, "bee: prompt of", says), result.err
 
 def test_a_list_that_is_a_pipe_is_to_be_saved(tmp_path):
     for flags in (["predict.py", "--jobs"], ["train.py", "--data"]):
@@ -347,7 +345,7 @@ def test_files_that_other_code_has_encoded_are_told_of_once(data, tmp_path, edit
     """Nothing is encoded again, and their names stay."""
     assert "warning" not in make_cache(data, tmp_path / "c").err + make_cache(data, tmp_path / "c").err
     files = cached_files(tmp_path / "c")
-    edit("library/data/mask_files.py")
+    edit("library/data/automatic_mask.py")
     warnings = [line for line in make_cache(data, tmp_path / "c").err.splitlines() if "another cache.py" in line]
     assert len(warnings) == 1 and "PREPROCESSING (3)" in warnings[0] and cached_files(tmp_path / "c") == files
 
@@ -423,9 +421,9 @@ def test_no_list_of_planned_files_is_left_when_a_script_ends_with_an_error(data,
 
 def test_two_commands_on_the_same_pictures_have_a_list_each(tmp_path):
     """The first one to end took the list of the other away."""
-    files = {tmp_path / "text/0.safetensors": None}
-    with keep_from_prune(["a"], tmp_path, lambda sample: files):
-        with keep_from_prune(["a"], tmp_path, lambda sample: files):
+    sample = SimpleNamespace(encodings=[], texts={("x", True): dict(file=tmp_path / "text/0.safetensors")})
+    with cache.keep_from_prune([sample], tmp_path):
+        with cache.keep_from_prune([sample], tmp_path):
             assert len(list(tmp_path.glob(".planned-*"))) == 2
         left, = tmp_path.glob(".planned-*")
         assert left.read_text("utf-8") == "text/0.safetensors"

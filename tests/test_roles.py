@@ -43,9 +43,9 @@ def test_its_pictures_are_found_encoded_at_the_target_s_size_and_read_back(tmp_p
         tensors = cache.load_latents(samples["cat"], encoding)
         assert torch.equal(tensors["rejected_latent"], cache.load_latents(want, wanted)["pixel_latent"])
         assert len(tensors["rejected_latent"]) == len(tensors["pixel_latent"]) == len(tensors["edit_mask"])
-    assert samples["cat"].others == {role: str(pairs / place / "cat.png") for role, place in
+    assert samples["cat"].overlays == {role: str(pairs / place / "cat.png") for role, place in
                                      dict(mask="mask", rejected="worse").items()}
-    assert not samples["dog"].others and "rejected_latent" not in load(tmp_path / "c", "dog")[0]
+    assert not samples["dog"].overlays and "rejected_latent" not in load(tmp_path / "c", "dog")[0]
 
 @pytest.mark.parametrize("role, name", [("target", "training_images"), ("control", "control_images")])
 def test_a_folder_may_have_its_other_name(tmp_path, plus, role, name):
@@ -88,7 +88,7 @@ def test_a_line_of_a_manifest_names_it(tmp_path, pairs, plus):
     (pairs / "list.jsonl").write_text(json.dumps(row), "utf-8")
     sample, = samples_of(plus, pairs / "list.jsonl")[0].values()
     folder = samples_of(plus, pairs)[0]["cat"]
-    assert (sample.others, sample.encodings) == (folder.others, folder.encodings)
+    assert (sample.overlays, sample.encodings) == (folder.overlays, folder.encodings)
     assert_same(cache.encode_latents(plus, sample, sample.encodings[0]),
                 cache.encode_latents(plus, folder, folder.encodings[0]))
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 import common
-from library.data import dataset, job_files, picture_files
+from library.data import dataset, picture_files
 from library.files import stray_files
 from tests.harness import add_item, is_one_line, paint_picture, refused, run_script, save
 
@@ -119,7 +119,7 @@ def test_a_folder_of_pictures_to_edit_holds_no_junk(tmp_path):
     for who in LEFT:
         put_left(folder, who)
     flags = type("Flags", (), dict(jobs=None, image=[folder], prompt="go", out_dir=tmp_path / "out"))
-    samples, problems = job_files.read_samples(flags)
+    samples, problems = dataset.read_samples(flags)
     assert [sample.name for sample in samples] == ["a"] and not problems
 
 def test_a_second_version_is_named_and_a_persons_own_names_are_trained(tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_a_pointer_of_git_is_neither_a_picture_nor_a_prompt(data, tmp_path, file
         samples, problems = dataset.read_dataset(data)
         for sample in samples:
             with common.collect_errors(problems):
-                dataset.look_at_sample(sample)
+                dataset.read_facts(sample)
         [problem] = problems
     assert is_one_line(problem, data / file, "a pointer of git", "git lfs pull")
 

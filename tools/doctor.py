@@ -55,8 +55,7 @@ from library.cli.flag_types import pixels
 from library.data import dataset, picture_files
 from library.data.automatic_mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion,
                                          inverse, remaining_motion, same_shape)
-from library.data.mask_files import mask_is_empty, read_mask
-from library.data.picture_files import fit_size, read_image, reserve_pixels
+from library.data.picture_files import fit_size, mask_is_empty, read_image, read_mask, reserve_pixels
 from library.data.sample_checks import how_many
 from library.files import disk
 from library.models.hub import MODELS
@@ -189,17 +188,18 @@ def examine_pictures(paths):
         return findings, small, list(map(small_copy, pictures)), list(map(looks_of, pictures))
 
 def examine_sample(sample, pipe, args):
-    """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, thumbnails of target
-    and control for find_twins, their small_copy for odd_pairs, their looks_of). InputError if something is wrong."""
+    """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, sizes of the controls'
+    copies for the text encoder, thumbnails of target and control for find_twins, their small_copy for odd_pairs, their
+    looks_of). InputError if something is wrong."""
     import cache
-    sample.sizes = [picture_files.image_size(path) for path in dataset.pictures_of(sample)]
-    targets, controls = cache.plan_sizes(pipe, sample, vars(args))
-    (w, h), *control_sizes = sample.sizes
+    sizes = [picture_files.image_size(path) for path in dataset.pictures_of(sample)]
+    targets, controls, prompt_sizes = cache.plan_sizes(pipe, sizes, vars(args))
+    (w, h), *control_sizes = sizes
     findings, small, copies, looks = examine_pictures([sample.target, *sample.controls[:1]])
     for path in sample.controls[1:]:
         with reserve_pixels([path]):
             read_image(path) # it must be whole
-    row = dict(name=sample.name, prompts=sample.prompts, sizes=sample.sizes, aspect=w / h, controls=len(controls),
+    row = dict(name=sample.name, prompts=sample.prompts, sizes=sizes, aspect=w / h, controls=len(controls),
                rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
                image_tokens=[sum(a * b // 256 for a, b in [target, *controls]) for target in targets]) # of 16x16 pixels
     uses = [("", (w, h), to) for to in targets] + [("control ", *use) for use in zip(control_sizes, controls)]
@@ -211,7 +211,7 @@ def examine_sample(sample, pipe, args):
         if mask_is_empty(mask):
             findings["empty mask"] = "selects everything" if mask.getextrema()[1] >= 128 else "selects nothing"
     # of a picture alone the target stands for its control
-    return row, findings, [small[0], small[-1]], [copies[0], copies[-1]], looks[0] - looks[-1]
+    return row, findings, prompt_sizes, [small[0], small[-1]], [copies[0], copies[-1]], looks[0] - looks[-1]
 
 def find_strangers(samples, found, copies, changes):
     """-> what is found of pairs that are unlike the others; this and `found`: [(kind, [index], words)]."""
@@ -238,9 +238,9 @@ def examine(samples, pipe, args):
     examined = common.run_ahead(work, samples, threads, 2 * threads)
     for sample, future in zip(common.progress("examining pairs", samples, unit=" samples"), examined):
         with common.collect_errors(problems):
-            row, of_sample, *looks = future.result()
+            row, of_sample, prompt_sizes, *looks = future.result()
             if pipe: # outside of the threads, as a tokenizer serves one thread at a time
-                row["text_tokens"] = [cache.prompt_length(pipe, text, sample.prompt_sizes) for text in sample.prompts]
+                row["text_tokens"] = [cache.prompt_length(pipe, text, prompt_sizes) for text in sample.prompts]
             found += [(kind, [len(good)], words) for kind, words in of_sample.items()]
             rows.append(row | dict(findings=[]))
             seen.append(looks)
@@ -349,7 +349,7 @@ def copy_to(folder, sample, taken):
     files = write_sample(sample, folder, shutil.copyfile)
     taken.update(files)
     return replace(sample, target=files[f"target/{sample.name}"],
-                   others={role: files[f"{role}/{sample.name}"] for role in sample.others},
+                   overlays={role: files[f"{role}/{sample.name}"] for role in sample.overlays},
                    controls=[path for place, path in files.items() if place.startswith("control/")])
 
 def align_pair(target, control, *others):
@@ -390,16 +390,16 @@ def shared_box(motion, size, control_size):
 def repair(sample, folder):
     """-> the sample with aligned pictures, PNGs in `folder`; or a text that says why it cannot be repaired."""
     from predict import save_png
-    others = [(read_mask if dataset.ROLES[role].is_mask else read_image)(path) for role, path in sample.others.items()]
+    others = [(read_mask if dataset.ROLES[role].is_mask else read_image)(path) for role, path in sample.overlays.items()]
     aligned = align_pair(read_image(sample.target), read_image(sample.controls[0]), *others)
     if isinstance(aligned, str):
         return aligned
     if "moved" in examine_pair(*aligned[:2]) or remaining_motion(*aligned[:2]) > REMAINS:
         return "still moves"
-    for role, image in zip(("target", "control", *sample.others), aligned):
+    for role, image in zip(("target", "control", *sample.overlays), aligned):
         save_png(image, folder / f"{role}.png")
     return replace(sample, target=folder / "target.png", controls=[folder / "control.png", *sample.controls[1:]],
-                   others={role: folder / f"{role}.png" for role in sample.others})
+                   overlays={role: folder / f"{role}.png" for role in sample.overlays})
 
 def write_aligned(out, samples, moved, sheets):
     """Writes the folder `out`, which appears only when it is complete: all samples, those with an index in `moved`
@@ -461,8 +461,8 @@ def read_samples(roots):
     samples, problems = [], []
     for root in roots:
         new, faults = dataset.read_dataset(root)
-        for sample in new if len(roots) > 1 else []:
-            sample.name = f"{sample.root}/{sample.name}"
+        if len(roots) > 1:
+            new = [replace(sample, name=f"{sample.root}/{sample.name}") for sample in new]
         samples, problems = samples + new, problems + faults
     return samples, problems
 

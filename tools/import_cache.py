@@ -12,7 +12,7 @@ import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, open_tensors
 from library.data import index_file
-from library.data.dataset import Sample
+from library.data.dataset import Planned
 from library.files import stray_files, tensor_files
 from rope_patch import get_image_shapes_multi_resolution
 
@@ -92,8 +92,8 @@ def convert_cache(paths, source, folder):
             texts = {(prompt, True): dict(tokens=len(tensors[part]), file=files[part])
                      for prompt, part in ((name, "prompt_embed"), ("", "empty_prompt_embed")) if part in files}
             encodings = [dict(img_shapes=shapes, file=files["pixel_latent"])]
-            samples.append(Sample(name, path.parent.name, [], [name], sizes=sizes, encodings=encodings,
-                                  texts=texts))
+            samples.append(Planned(name, path.parent.name, [], [name], contents={}, sizes=sizes, prompt_sizes=[],
+                                   encodings=encodings, texts=texts))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
     index = folder / f"{paths[0].resolve().parent.name}.json"
     index_file.write_index(index, samples, geometry, fingerprints={})

@@ -42,6 +42,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, error_line, tell
 from library.cli import command_line, flag_types
-from library.data import dataset, mask_files, picture_files
+from library.data import dataset, picture_files
 from library.data.dataset import as_list, refuse_many
 from library.data.picture_files import reserve_pixels
 from library.files import disk, stray_files
@@ -480,7 +481,7 @@ def read_tables(tables, anywhere, folder, columns, alone):
 
 def tell_beside(samples, folder):
     """Prints how many files lie in the folders of a table's pictures, and are named in no row. folder: find_file's."""
-    named = [path for sample in samples for path in [*dataset.pictures_of(sample), *sample.others.values()]]
+    named = [path for sample in samples for path in [*dataset.pictures_of(sample), *sample.overlays.values()]]
     used = set(map(os.path.realpath, named))
     # the place of a link is its own, as it may lead to the hub's blobs
     places = {os.path.realpath(Path(path).parent): Path(path).parent for path in named}
@@ -504,9 +505,9 @@ def fit_mask(sample, file, invert, alpha):
     if alpha:
         mask = picture_files.decode(sample.target, None).convert("RGBA").getchannel("A")
     else:
-        mask = mask_files.read_mask(sample.mask)
+        mask = picture_files.read_mask(sample.mask)
     mask = ImageOps.invert(mask) if invert else mask
-    if mask_files.mask_is_empty(mask):
+    if picture_files.mask_is_empty(mask):
         return None
     if not alpha:
         with picture_files.open_image(sample.mask) as image:
@@ -520,37 +521,38 @@ def fit_masks(samples, folder, invert=False, alpha=False):
     """-> (samples, problems). Masks that are not in our form are replaced by files in `folder`; those that select
     nothing or everything are left out, and printed. invert: black is the region. alpha: the opaque part of each target
     is its region."""
-    masked = [sample for sample in samples if sample.mask or alpha]
+    masked = [place for place, sample in enumerate(samples) if sample.mask or alpha]
     folder.mkdir()
 
-    def work(item):
-        number, sample = item
+    def work(place):
+        sample = samples[place]
         with reserve_pixels([sample.target if alpha else sample.mask]):
-            return fit_mask(sample, folder / f"{number}.png", invert, alpha)
-    bad, empty, problems = [], [], []
-    found = common.run_ahead(work, enumerate(masked), threads=8, most=32)
-    for sample, future in zip(common.progress("reading masks", masked, unit=" masks"), found):
+            return fit_mask(sample, folder / f"{place}.png", invert, alpha)
+    good, empty, problems = dict(enumerate(samples)), [], []
+    masks = common.run_ahead(work, masked, threads=8, most=32)
+    for place, future in zip(common.progress("reading masks", masked, unit=" masks"), masks):
+        sample = samples[place]
         file = sample.target if alpha else sample.mask
         # a table's picture has no file of its own
         shown = f"mask of {sample.name}" if Path(file).is_relative_to(folder.parent) else file
         try:
             mask = future.result()
-            sample.others = {"mask": mask} if mask else {}
+            good[place] = replace(sample, overlays={"mask": mask} if mask else {})
             if mask is None:
                 empty.append(shown)
         except InputError as e:
-            bad.append(id(sample))
+            del good[place]
             problems.append(str(e).replace(file, shown))
     if empty:
         tell(f"masks that select nothing or everything, left out, {len(empty)}: {', '.join(empty[:8])}"
              + (", ..." if len(empty) > 8 else ""))
-    return [sample for sample in samples if id(sample) not in bad], problems
+    return [*good.values()], problems
 
 # ---- writing our layout ----------------------------------------------------------------------------------------------
 
 def places_of(sample):
     """-> {place in our layout, without suffix: picture's file} of a sample, with the controls in order."""
-    files = {f"{role}/{sample.name}": file for role, file in [("target", sample.target), *sample.others.items()]}
+    files = {f"{role}/{sample.name}": file for role, file in [("target", sample.target), *sample.overlays.items()]}
     for n, file in enumerate(sample.controls):
         files[f"control/{sample.name}" + f"_{n}" * (n > 0)] = file
     return files
@@ -658,9 +660,8 @@ def convert(args, columns, tmp):
         else:
             new, faults = read_folders(**dict(prompt=args.prompt or default) | part, alone=args.alone)
         new, of_masks = fit_masks(new, tmp / f"masks{n}", **changes)
-        for sample in new:
-            if len(parts) > 1: # each part gets a folder, as two parts may have the same names
-                sample.name = f"{n}/{sample.name}"
+        if len(parts) > 1: # each part gets a folder, as two parts may have the same names
+            new = [replace(sample, name=f"{n}/{sample.name}") for sample in new]
         samples += new
         problems += faults + of_masks
     if not samples and not problems:

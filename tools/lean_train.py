@@ -64,7 +64,7 @@ there = {path.name for path in args.out_dir.glob("[!.]*")}
 saved = args.resume and "state.safetensors" in there # else --resume begins
 if there and not saved and not (args.resume and there == {"log.jsonl"}): # which a start leaves that was killed early
     parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another, or --resume its state.safetensors")
-dataset.look_over(args) # an error in any sample's files ends the script here, before anything slow
+dataset.check_datasets(args) # an error in any sample's files ends the script here, before anything slow
 
 import torch # from here on imports take ten seconds; what is above needs one
 import torch.distributed as dist
@@ -74,7 +74,7 @@ import predict
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 # ---- the recipe: which sample, at which noise, with which loss -------------------------------------------------------
-# A sample (common.Sample) is a target (the picture wanted), its controls (those given) and prompts, all encoded before
+# A sample (dataset.Planned): a target (the picture wanted), its controls (those given) and prompts, all encoded before
 # the first step. All that is random depends on seed and position in the stream of samples, so that one number resumes a
 # run. The functions also read epoch, scheduler_config, transformer, dtype, rank, world_size, which the run makes below.
 

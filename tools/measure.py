@@ -33,7 +33,7 @@ import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, tell
 from library.cli import command_line, near_misses
-from library.data import dataset, mask_files, picture_files
+from library.data import dataset, picture_files
 from library.data.automatic_mask import auto_mask, from_middle
 from library.files import stray_files
 from library.results.result_files import picture_stem
@@ -112,8 +112,8 @@ def prepare(sample, size, pipe):
     if sample.controls:
         original = picture_files.read_image(sample.controls[0])
         control = original.resize(size, Image.Resampling.LANCZOS)
-        mask = mask_files.read_mask(sample.mask) if sample.mask else None
-        if mask is None or mask_files.mask_is_empty(mask): # then it is trained without, too
+        mask = picture_files.read_mask(sample.mask) if sample.mask else None
+        if mask is None or picture_files.mask_is_empty(mask): # then it is trained without, too
             mask = auto_mask(whole, original, size)
         if mask:
             edited = np.asarray(mask.resize(size, Image.Resampling.NEAREST)) >= 128

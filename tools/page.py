@@ -458,7 +458,8 @@ def hardest_pairs(run, most, roots):
         s = samples.get(name, dataset.Sample(name, "", [], [name]))
         named = [("control", path) for path in s.controls] + [("target", s.target)]
         # an index may come from anywhere, and name any picture: it must have its hash (a folder's pictures have none)
-        copies = [(kind, path and thumbnail(path, s.contents.get(path))) for kind, path in named]
+        contents = getattr(s, "contents", {})
+        copies = [(kind, path and thumbnail(path, contents.get(path))) for kind, path in named]
         cards.append(card(s.prompts[0], lines[-1], [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
     hint = "--data DIR, the datasets that were trained, adds their pictures." if hardest and not roots else None
     return lines, section(f"Hardest training pairs{run.title}", detail(said), hint and detail(hint),

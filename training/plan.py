@@ -195,7 +195,8 @@ def counts(args, epoch, val_samples, plan_step, deal_packs):
     tokens = 4 * sum([runs_of(s, [(s.prompts[0], True)]) for s in val_samples], []) # at four noise levels
     loss = make_round(tokens, deal_packs(tokens))
     # predict.generate_samples deals jobs to the processes, and denoise packs the runs of each
-    runs = [runs_of(sample, text_keys_of(sample)) for sample in validation.choose_pictures(val_samples, args).values()]
+    requests = validation.choose_pictures(val_samples, args).values()
+    runs = [runs_of(sample, text_keys_of(sample, settings)) for sample, settings in requests]
     for job in pack(list(map(sum, runs))):
         tokens = sum([runs[place] for place in job], [])
         jobs += make_round(tokens, [pack(tokens)])

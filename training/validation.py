@@ -4,7 +4,6 @@ their targets. train.py makes a Drawer before its first step, and calls it in ea
 """
 import math
 import os
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -31,18 +30,18 @@ def psnr(image, reference):
     return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
 
 
-def sampling_settings(args):
-    """-> what predict.py's settings of a picture are, but for the seed, by train.py's flags."""
+def sampling_flags(args):
+    """-> {name: value} of train.py's flags that predict.Settings has, too, but for the seed."""
     return flag_types.SAMPLING | {name: value for name, value in vars(args).items() if name in flag_types.SAMPLING}
 
 
 def choose_pictures(samples, args):
-    """-> {place in samples: the sample, with the settings of its picture}, at most --val_pictures of them."""
+    """-> {place in samples: (the sample, predict.Settings)}, at most --val_pictures of them."""
     # spread over all samples, as neighbours are often alike
     count = min(args.val_pictures, len(samples))
     places = [n * len(samples) // count for n in range(count)]
-    settings = sampling_settings(args) | dict(seed=args.seed)
-    return {place: replace(samples[place], settings=settings) for place in places}
+    settings = predict.Settings(**sampling_flags(args), seed=args.seed)
+    return {place: (samples[place], settings) for place in places}
 
 
 class Drawer: # a class because the base's pictures stay from one validation to the next
@@ -55,7 +54,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
     def __init__(self, transformer, scheduler_config, samples, encoders, model_folder, out_dir, sample_loras, args):
         self.transformer, self.scheduler_config, self.samples = transformer, scheduler_config, samples
         self.encoders, self.out_dir, self.sample_loras, self.args = encoders, out_dir, sample_loras, args
-        self.settings = sampling_settings(args)
+        self.flags = sampling_flags(args)
         if encoders:
             self.vae = encoders.vae
         else:
@@ -96,15 +95,15 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         # with --fsdp every process has to join every forward pass: all generate everything, and the first one decodes
         if self.args.fsdp:
             share, decoder = slice(None), (None if common.rank() else self.vae)
-        samples = choose_pictures(self.samples, self.args)
-        places = [*samples]
+        requests = choose_pictures(self.samples, self.args)
+        places = [*requests]
         # with peft's adapters of these names: the trained one's is default
         self.transformer.set_adapter([name for name in self.transformer.peft_config if trained or name != "default"])
-        steps = len(samples) * self.settings["num_inference_steps"]
+        steps = len(requests) * self.flags["num_inference_steps"]
         if not self.args.fsdp: # about this process's share
             steps //= common.world()
         with common.progress("validation pictures", total=steps, unit="step") as bar:
-            images = predict.generate_samples(self.transformer, decoder, self.scheduler_config, [*samples.values()],
+            images = predict.generate_samples(self.transformer, decoder, self.scheduler_config, [*requests.values()],
                                               self.args.max_tokens, self.args.device, self.encoders, share, bar)
             return {places[n]: image for n, image in images}
 
@@ -166,7 +165,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for _, record in rows:
             lost += [(name, model, record["file"]) for name, model in record.pop("lost").items()]
         if lost:
-            tell(why_validation_not_finite(lost, self.args.sample_lora, self.settings["true_cfg_scale"]))
+            tell(why_validation_not_finite(lost, self.args.sample_lora, self.flags["true_cfg_scale"]))
             rows = []
         for place, record in rows:
             sample = self.samples[place]
@@ -199,10 +198,10 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             predict.save_png(image, path)
         # with the flags of sampling, which --resume may have changed
         means = {name: dict(zip(KINDS, np.mean(psnrs, 0).tolist())) for name, psnrs in groups.items()}
-        said = dict(psnr=means, pictures=records, flags=dict(self.settings, sample_lora=self.args.sample_lora))
+        said = dict(psnr=means, pictures=records, flags=dict(self.flags, sample_lora=self.args.sample_lora))
         if lost:
             said["not_finite"] = [f"{name} of {file}" for name, _, file in lost]
-        said["psnr_of"] = psnr_of([self.samples[place] for place, _ in rows], self.settings, self.sample_loras,
+        said["psnr_of"] = psnr_of([self.samples[place] for place, _ in rows], self.flags, self.sample_loras,
                                        self.args.seed, sum(record["from_latents"] for record in records))
         return said, sheets
 

@@ -13,41 +13,34 @@ import json
 import math
 import os
 import re
-import secrets
 import sys
 from pathlib import Path
 
 import common
 from common import InputError, LONG_TEXT, MAX_PIXELS, NAME_BYTES, tell
-from library.cli import flag_types
 from library.data import dataset
-from library.data.dataset import MOST_CONTROLS, Sample
-from library.data.picture_files import MAX_TOKENS
+from library.data.dataset import MAX_TOKENS, MOST_CONTROLS, Planned, overlay_roles
 from library.files import stray_files, tensor_files
 from library.files.tensor_files import VERSION
 
-def write_indexes(args, samples, val_samples, geometry, fingerprints):
-    """The index of --data, and that of --val_data, unless they are indexes themselves. geometry: as for
-    cache.plan_sizes; fingerprints: cache.encoder_fingerprints."""
-    for roots, encoded, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
-        if encoded and not any(map(flag_types.is_index, roots)):
-            path = Path(args.cache_dir, f"{dataset.run_name(args.model, roots)}{end}.json")
-            write_index(path, encoded, geometry, fingerprints, roots)
-            tell(f"{path}: {len(encoded)} samples")
+def row_of(sample):
+    """Planned -> its line of an index, a dictionary."""
+    row = dict(name=sample.name, root=sample.root, controls=sample.controls, prompts=sample.prompts,
+               target=sample.target)
+    for role in overlay_roles(): # each is a field, too
+        row[role] = sample.overlays.get(role)
+    texts = [[*key, text] for key, text in sample.texts.items()] # JSON has no keys of two parts
+    # what is trained comes from no line of jobs.jsonl: no settings
+    return row | dict(repeats=sample.repeats, settings={}, contents=sample.contents, sizes=sample.sizes,
+                      prompt_sizes=sample.prompt_sizes, encodings=sample.encodings, texts=texts)
 
 
 def write_index(path, samples, geometry, fingerprints, roots=()):
     """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone, and that
     of other datasets (roots), or other sizes, is not replaced in silence. Files are named relative to the index's
-    folder, so that the folder may be copied elsewhere."""
-    # vars of a Sample are its fields; each of its others is one, too
-    rows = []
-    for s in samples:
-        row = {}
-        for name, value in vars(s).items():
-            row |= {role: value.get(role) for role in dataset.other_roles()} if name == "others" else {name: value}
-        row["texts"] = [[*key, text] for key, text in s.texts.items()] # JSON has no keys of two parts
-        rows.append(row)
+    folder, so that the folder may be copied elsewhere. geometry: as for cache.plan_sizes; fingerprints:
+    cache.encoder_fingerprints."""
+    rows = list(map(row_of, samples))
     roots = [str(Path(root).resolve()) for root in roots]
     index = dict(version=VERSION, models=fingerprints, roots=roots, geometry=geometry, samples=rows)
     text = json.dumps(index, default=lambda file: file.relative_to(path.parent).as_posix())
@@ -67,7 +60,7 @@ def write_index(path, samples, geometry, fingerprints, roots=()):
 
 
 def read_index(path):
-    """-> (samples, geometry, fingerprints of the encoders). InputError if it is damaged."""
+    """-> ([Planned], geometry, fingerprints of the encoders). InputError if it is damaged."""
     path = Path(path)
     text = stray_files.read_text(path, LONG_TEXT)
     for folder in ("latents", "text"):
@@ -78,21 +71,18 @@ def read_index(path):
             raise ValueError(f"version {index['version']!r:.20}, {len(index['samples'])} samples")
         check_fields(index, dict(geometry=(is_geometry,), models=(is_text_dict,)))
         samples = []
-        for row in index["samples"]:
-            others = {role: file for role in dataset.other_roles() if (file := row.pop(role, None)) is not None}
-            samples.append(Sample(**row, others=others))
-        for n, sample in enumerate(samples, 1):
-            check_sample(n, sample)
+        for n, row in enumerate(index["samples"], 1):
+            try:
+                samples.append(read_row(row, path.parent))
+            except ValueError as e:
+                raise ValueError(f"sample {n}: {e}")
         if (uses := sum(sample.repeats for sample in samples)) > 10**7: # train.py lists them
             raise ValueError(f"{uses:,} uses of samples in an epoch")
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{path}: no index that this version can read ({type(e).__name__}: {common.first_words(e)}); "
                          "run cache.py again")
-    # back to what write_index had: pairs as keys, and paths
-    for s in samples:
-        s.texts = {(prompt, with_pictures): text for prompt, with_pictures, text in s.texts}
-        for encoded in (*s.encodings, *s.texts.values()):
-            encoded["file"] = path.parent / encoded["file"]
+    for sample in samples:
+        for encoded in (*sample.encodings, *sample.texts.values()):
             if encoded["file"].is_symlink():
                 stray_files.refuse_outside(encoded["file"], path.parent)
     return samples, index["geometry"], index["models"]
@@ -129,7 +119,7 @@ def is_path_or_none(value):
 
 
 def is_contents(value):
-    """{path of a picture: its whole hash, as common.look_at has it}: who has not the picture cannot name it."""
+    """{path of a picture: its whole hash, as dataset.picture_facts has it}: who has not the picture cannot name it."""
     if not is_text_dict(value) or not all(map(is_path, value)):
         return False
     return all(re.fullmatch("[0-9a-f]{64}( in sRGB)?", content) for content in value.values())
@@ -183,16 +173,16 @@ def is_area(value):
 
 
 def is_geometry(value):
-    """dict(target_pixels=[...], control_pixels, upscale), as cache.plan_sizes takes it."""
+    """dict(target_pixels=[...], control_pixels, upscale), as cache.plan_sizes reads it."""
     if not isinstance(value, dict) or not value.keys() <= {"target_pixels", "control_pixels", "upscale"}:
         return False
     areas = is_list(value.get("target_pixels"), is_area, 1, 100)
     return areas and is_area(value.get("control_pixels", "native")) and type(value.get("upscale", True)) is bool
 
 
-# the rules of Sample's fields: (rule, its further arguments ...)
+# the rules of a sample's fields: (rule, its further arguments ...)
 RULES = dict(
-    name=(is_name,), root=(is_name,), target=(is_path_or_none,), others=(is_text_dict,), contents=(is_contents,),
+    name=(is_name,), root=(is_name,), target=(is_path_or_none,), overlays=(is_text_dict,), contents=(is_contents,),
     controls=(is_list, is_path, 0, MOST_CONTROLS), prompts=(is_list, is_text, 1), repeats=(is_count, 10_000),
     settings=(is_empty,), sizes=(is_list, is_size), prompt_sizes=(is_list, is_size),
     encodings=(is_list, is_encoding, 1, 100), texts=(is_list, is_encoded_text, 1))
@@ -204,33 +194,46 @@ def check_fields(fields, rules):
             raise ValueError(f"{name} {fields[name]!r:.100}")
 
 
-def check_sample(n, sample):
-    """ValueError unless each field holds what cache.plan_sample writes, and they agree. n: its number."""
-    try:
-        check_fields(vars(sample), RULES)
-        pictures = dataset.pictures_of(sample)
-        if not sample.contents.keys() >= {*pictures, *sample.others.values()}:
-            raise ValueError("contents lack a picture")
-        if sample.controls and not sample.target:
-            raise ValueError("controls without a target")
-        for encoding in sample.encodings:
-            shapes = encoding["img_shapes"]
-            if len(shapes) != len(sample.sizes) or len(shapes) != (len(pictures) or len(shapes)):
-                raise ValueError(f"{len(shapes)} img_shapes, {len(sample.sizes)} sizes and {len(pictures)} pictures")
-            left = TABLE - max(max(h, w) for _, h, w in shapes) // 2 # as in cache.check_sample
-            if any(text["tokens"] > left for _, _, text in sample.texts):
-                raise ValueError(f"a text is longer than {left} tokens, or a side is too long")
-        if len({(prompt, with_pictures) for prompt, with_pictures, _ in sample.texts}) < len(sample.texts):
+def read_row(row, folder):
+    """What row_of makes -> Planned, with files in this folder. ValueError, or whatever a foreign row can raise, unless
+    each field holds what cache.plan_sample writes, and they agree."""
+    fields = dict(row, overlays={})
+    for role in overlay_roles():
+        if (file := fields.pop(role, None)) is not None:
+            fields["overlays"][role] = file
+    if unknown := fields.keys() - RULES.keys():
+        raise ValueError(f"unknown field {min(unknown)!r:.100}")
+    check_fields(fields, RULES)
+    del fields["settings"]
+    texts = {}
+    for prompt, with_pictures, text in fields["texts"]:
+        if (prompt, with_pictures) in texts:
             raise ValueError("a text is there twice")
-    except ValueError as e:
-        raise ValueError(f"sample {n}: {e}")
+        texts[prompt, with_pictures] = text
+    for encoded in (*fields["encodings"], *texts.values()):
+        encoded["file"] = folder / encoded["file"]
+    sample = Planned(**fields | dict(texts=texts))
+    pictures = dataset.pictures_of(sample)
+    if not sample.contents.keys() >= {*pictures, *sample.overlays.values()}:
+        raise ValueError("contents lack a picture")
+    if sample.controls and not sample.target:
+        raise ValueError("controls without a target")
+    for encoding in sample.encodings:
+        shapes = encoding["img_shapes"]
+        if len(shapes) != len(sample.sizes) or len(shapes) != (len(pictures) or len(shapes)):
+            raise ValueError(f"{len(shapes)} img_shapes, {len(sample.sizes)} sizes and {len(pictures)} pictures")
+        left = TABLE - max(max(h, w) for _, h, w in shapes) // 2 # as in cache.check_lengths
+        if any(text["tokens"] > left for text in texts.values()):
+            raise ValueError(f"a text is longer than {left} tokens, or a side is too long")
+    return sample
 
 
 def check_tensors(tensors, sample, encoded):
     """InputError unless what was read of a file is what the index, or the plan, says of it. encoded: one of
     sample.encodings, or of the values of sample.texts."""
     file = encoded["file"]
-    tensor_files.refuse_not_finite(file, tensors, "cache.py --verify encodes it again") # its digest is right, but it may be foreign
+    # its digest is right, but it may be foreign
+    tensor_files.refuse_not_finite(file, tensors, "cache.py --verify encodes it again")
     if "tokens" in encoded:
         prefix = "" if "prompt_embed" in tensors else "empty_"
         return check_rows(tensors, file, {f"{prefix}prompt_embed": encoded["tokens"]})
@@ -238,9 +241,9 @@ def check_tensors(tensors, sample, encoded):
     rows, masks = dict(control_latent=sum(controls)), {}
     if sample.target or not sample.controls:
         rows["pixel_latent"] = target
-    for name in dataset.other_roles():
+    for name in overlay_roles():
         role = dataset.ROLES[name]
-        if name in sample.others or role.tensor in tensors: # (--mask auto makes one without a file)
+        if name in sample.overlays or role.tensor in tensors: # (--mask auto makes one without a file)
             (masks if role.is_mask else rows)[role.tensor] = target
     check_rows(tensors, file, rows, [64])
     check_rows(tensors, file, masks, [])
@@ -277,62 +280,23 @@ def open_index(path, fingerprints, texts_of, args):
         for encoded in (*sample.encodings, *sample.texts.values()):
             if not encoded["file"].is_file():
                 raise InputError(f"{encoded['file']}: missing; copy the whole cache, or run cache.py again")
-    if others := edited_pictures(samples, args.cache_dir):
-        tell(f"warning: {path}: {len(others)} of its pictures are not those that were encoded, for instance "
-             f"{others[0]}; it trains the encoded ones; run cache.py for the others", file=sys.stderr)
+    if edited := edited_pictures(samples, args.cache_dir):
+        tell(f"warning: {path}: {len(edited)} of its pictures are not those that were encoded, for instance "
+             f"{edited[0]}; it trains the encoded ones; run cache.py for the others", file=sys.stderr)
     return samples, geometry
 
 
 def edited_pictures(samples, cache_dir):
-    """-> the pictures of these samples that are others than those that were encoded, as far as they are here."""
+    """-> the pictures of these samples that were edited since they were encoded, as far as they are here."""
     here = [sample for sample in samples if all(map(os.path.isfile, sample.contents))]
-    look, _ = dataset.looks(here, cache_dir)
-    others = []
+    facts_of, _ = dataset.remember_facts(here, cache_dir)
+    edited = []
     for sample in here:
-        rest = [path for role, path in sample.others.items() if not dataset.ROLES[role].is_mask]
-        for picture in dataset.pictures_of(sample) + rest:
+        overlays = [path for role, path in sample.overlays.items() if not dataset.ROLES[role].is_mask]
+        for picture in dataset.pictures_of(sample) + overlays:
             with contextlib.suppress(InputError): # the file is another one, and no picture
-                if look(picture)[1] == sample.contents[picture]:
+                _, content = facts_of(picture)
+                if content == sample.contents[picture]:
                     continue
-            others.append(picture)
-    return others
-
-
-# ---- keep from prune ------------------------------------------------------------------------------------------
-# The files that a script is about to need: CACHE_DIR/.planned-TOKEN lists them, so that tools/prune.py, which knows the
-# files of indexes only, leaves them alone while they are encoded and until an index names them or pictures are drawn. A
-# cache that cannot be written has no such list, and serves if it is complete.
-
-
-@contextlib.contextmanager
-def keep_from_prune(samples, cache_dir, files_of):
-    """Within `with` the list is there, written by the first process -> whether the cache can be written; InputError if
-    not, and if it lacks a file. The list goes whether the block succeeds, fails or is interrupted; only a process that
-    was killed leaves it. files_of: cache.files_of. (An index of another folder has its files there, and keeps them
-    itself.)"""
-    # each command has its own list, as several may work on the same pictures
-    path = Path(cache_dir, f".planned-{secrets.token_hex(16)}")
-    writable = common.on_first_process(lambda: write_list(path, samples, files_of))
-    try:
-        yield writable
-    finally:
-        with contextlib.suppress(OSError): # as a list of a killed process
-            path.unlink(missing_ok=True)
-
-
-def write_list(path, samples, files_of):
-    files = {file for sample in samples for file in files_of(sample)}
-    names = sorted(f"{file.parent.name}/{file.name}" for file in files)
-    try:
-        if files:
-            common.write_file(path, "\n".join(names).encode())
-        return True
-    except common.InputError as e:
-        missing = sum(not file.is_file() for file in files)
-        if missing:
-            index = min(path.parent.glob("*.json"), default="")
-            other = f", or one of its indexes as --data, such as {index}" if index else ""
-            why = common.os_reason(e.__cause__)
-            raise common.InputError(f"--cache_dir {path.parent}: cannot be written ({why}), and lacks {missing} of "
-                                    f"{len(files)} files; give another folder{other}")
-        return False # as library/files/disk.py has said
+            edited.append(picture)
+    return edited

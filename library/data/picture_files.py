@@ -1,9 +1,16 @@
 """
-Photographs as cameras and editors make them: TIFF, AVIF and HEIC files, 16-bit gray, and colour profiles other than
-sRGB. common.py asks here only about a picture that has one of these.
+Files of pictures and masks -> pixels that the rest can rely on.
 
-The model and all else take pixels to be sRGB. Display P3 (phones), Adobe RGB (cameras), CMYK (print) and gray of
-another gamma hold other numbers for the same colours, so they are converted.
+A picture becomes RGB of 8 bits in sRGB, turned upright (read_image). The model and all else take pixels to be sRGB:
+Display P3 (phones), Adobe RGB (cameras), CMYK (print) and gray of another gamma hold other numbers for the same
+colours, so a colour profile is converted. A mask, in any program's form, becomes gray with the edited region in white
+(read_mask). The chapters, in the order in which a file meets them:
+
+    opening     PNG, JPEG, WebP and BMP; TIFF, AVIF and HEIC; what is refused. Only the header is read
+    pixels      rotation by EXIF, size, decoding, read_image, the size to resize to
+    colours     ICC profiles, 16-bit gray, transparency
+    masks       the forms in which other programs write them
+    memory      how many pixels threads may hold at once
 """
 import contextlib
 import functools
@@ -22,12 +29,18 @@ from PIL.ImageCms import Flags, Intent
 from common import InputError, MAX_PIXELS, tell
 from library.files import stray_files
 
-MAX_TOKENS = 65536 # of a picture as it is encoded or generated: 4096x4096 pixels
 Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
 
+# ---- opening: only the header is read --------------------------------------------------------------------------------
+
+PAGE_KIND, OLD_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 255, 258, 262, 284, 339, 50706 # tags of TIFF
+SMALLER, MASK = 1, 4 # bits of PAGE_KIND
+HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
+MOST_SCANS = 100
+
 def open_image(path, content=None):
-    """Header only: a PIL image whose size is known and allowed. InputError names the file. content: look_at's hash,
-    which the file's bytes, read once, must have."""
+    """Header only: a PIL image whose size is known and allowed. InputError names the file. content: the hash of
+    dataset.picture_facts, which the file's bytes, read once, must have."""
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
         raise InputError(f"{path}: {stray_files.why_gone(path) or 'no file of that name; add it'}")
     source = path if content is None else None # what cannot be read is not opened without its hash, either
@@ -53,69 +66,6 @@ def open_image(path, content=None):
             notes.load_end() # are asked of a whole dataset
             image.info |= notes.info
     return image
-
-TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM, 5: Image.TRANSPOSE,
-        6: Image.ROTATE_270, 7: Image.TRANSVERSE, 8: Image.ROTATE_90} # by EXIF orientation
-
-def orientation(image):
-    """EXIF orientation, 1 to 8 if there is a sound one, from the header alone: PngImageFile.getexif would decode each
-    picture of a dataset, and ImageOps.exif_transpose trips over damaged EXIF, which must not matter."""
-    if image.format != "TIFF": # PIL turns that by itself
-        with contextlib.suppress(Exception): # whatever a damaged block makes PIL do
-            return Image.Image.getexif(image).get(0x0112)
-
-def image_size(path):
-    """(width, height) as it will be seen, i.e. after the EXIF rotation. InputError for sizes that make no sense."""
-    with open_image(path) as image:
-        w, h = image.size
-        if orientation(image) in range(5, 9): # lies on its side
-            w, h = h, w
-    if min(w, h) < 32 or max(w, h) > 10 * min(w, h):
-        raise InputError(f"{path}: {w}x{h}; sides of at least 32 pixels and an aspect of at most 10:1 are needed")
-    return w, h
-
-def decode(path, content):
-    """-> PIL image in the file's own mode and format, after the EXIF rotation. content: as for open_image."""
-    with open_image(path, content) as image:
-        turn = TURN.get(orientation(image))
-        if "progressive" in image.info:
-            check_scans(path)
-        try:
-            image.load()
-        except Exception as e: # a damaged picture can fail in any way
-            raise InputError(f"{path}: broken picture ({e}); replace it")
-    turned = image.transpose(turn) if turn is not None else image
-    turned.format = image.format # which transpose drops
-    return turned
-
-def read_image(path, content=None):
-    """-> RGB PIL image in sRGB: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips
-    it). content: look_at's hash; InputError if the file has changed since."""
-    image = decode(path, content)
-    if "icc_profile" in image.info or image.mode.startswith("I;16") or image.has_transparency_data:
-        return to_plain(image, path)
-    return image.convert("RGB")
-
-def fit_size(size, area, upscale=True):
-    """(width, height) to resize to: the stock pipeline's calculate_dimensions(area, w / h), i.e. sides rounded to 32;
-    with area = 'native', or where upscale is off and the picture is smaller, its own sides rounded to 32."""
-    w, h = size
-    if area != "native" and (upscale or w * h >= area):
-        ratio = w / h
-        w = math.sqrt(area * ratio)
-        h = w / ratio
-    return tuple(max(round(side / 32) * 32, 32) for side in (w, h)) # stock's can be 0 for long thin pictures
-
-PAGE_KIND, OLD_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 255, 258, 262, 284, 339, 50706 # tags of TIFF
-SMALLER, MASK = 1, 4 # bits of PAGE_KIND
-HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
-ROWS = 256 # of a strip
-MOST_SCANS = 100
-GRAYS = (np.arange(2**16, dtype=np.float32) / 257).round().astype(np.uint8) # of 8 bits, for each of 16
-LARGE_PROFILE = 2**24 # bytes; those of printers have up to 3 MB
-CLOSE = 2 # levels by which profiles that say sRGB differ from it: small ones have curves of few points
-
-# ---- opening ---------------------------------------------------------------------------------------------------------
 
 def open_photo(path, source):
     """A file that is no PNG, JPEG, WebP or BMP -> PIL image, of which only the header was read: a TIFF's first page, an
@@ -199,7 +149,66 @@ def check_scans(path):
     if scans > MOST_SCANS:
         raise InputError(f"{path}: a JPEG of {scans} scans; save it anew")
 
-# ---- colours ---------------------------------------------------------------------------------------------------------
+# ---- pixels: upright, decoded, resized -------------------------------------------------------------------------------
+
+TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM, 5: Image.TRANSPOSE,
+        6: Image.ROTATE_270, 7: Image.TRANSVERSE, 8: Image.ROTATE_90} # by EXIF orientation
+
+def orientation(image):
+    """EXIF orientation, 1 to 8 if there is a sound one, from the header alone: PngImageFile.getexif would decode each
+    picture of a dataset, and ImageOps.exif_transpose trips over damaged EXIF, which must not matter."""
+    if image.format != "TIFF": # PIL turns that by itself
+        with contextlib.suppress(Exception): # whatever a damaged block makes PIL do
+            return Image.Image.getexif(image).get(0x0112)
+
+def image_size(path):
+    """(width, height) as it will be seen, i.e. after the EXIF rotation. InputError for sizes that make no sense."""
+    with open_image(path) as image:
+        w, h = image.size
+        if orientation(image) in range(5, 9): # lies on its side
+            w, h = h, w
+    if min(w, h) < 32 or max(w, h) > 10 * min(w, h):
+        raise InputError(f"{path}: {w}x{h}; sides of at least 32 pixels and an aspect of at most 10:1 are needed")
+    return w, h
+
+def decode(path, content):
+    """-> PIL image in the file's own mode and format, after the EXIF rotation. content: as for open_image."""
+    with open_image(path, content) as image:
+        turn = TURN.get(orientation(image))
+        if "progressive" in image.info:
+            check_scans(path)
+        try:
+            image.load()
+        except Exception as e: # a damaged picture can fail in any way
+            raise InputError(f"{path}: broken picture ({e}); replace it")
+    turned = image.transpose(turn) if turn is not None else image
+    turned.format = image.format # which transpose drops
+    return turned
+
+def read_image(path, content=None):
+    """-> RGB PIL image in sRGB: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips
+    it). content: as for open_image; InputError if the file has changed since."""
+    image = decode(path, content)
+    if "icc_profile" in image.info or image.mode.startswith("I;16") or image.has_transparency_data:
+        return to_plain(image, path)
+    return image.convert("RGB")
+
+def fit_size(size, area, upscale=True):
+    """(width, height) to resize to: the stock pipeline's calculate_dimensions(area, w / h), i.e. sides rounded to 32;
+    with area = 'native', or where upscale is off and the picture is smaller, its own sides rounded to 32."""
+    w, h = size
+    if area != "native" and (upscale or w * h >= area):
+        ratio = w / h
+        w = math.sqrt(area * ratio)
+        h = w / ratio
+    return tuple(max(round(side / 32) * 32, 32) for side in (w, h)) # stock's can be 0 for long thin pictures
+
+# ---- colours: profiles, 16-bit gray, transparency --------------------------------------------------------------------
+
+ROWS = 256 # of a strip
+GRAYS = (np.arange(2**16, dtype=np.float32) / 257).round().astype(np.uint8) # of 8 bits, for each of 16
+LARGE_PROFILE = 2**24 # bytes; those of printers have up to 3 MB
+CLOSE = 2 # levels by which profiles that say sRGB differ from it: small ones have curves of few points
 
 @functools.lru_cache(16) # a camera gives all its pictures the same profile
 def conversion(profile, mode):
@@ -243,7 +252,7 @@ def find_conversion(profile, mode):
     return conversion(profile, mode)
 
 def mark_of(image):
-    """A picture with a profile -> what common.look_at writes behind its content hash."""
+    """A picture with a profile -> what dataset.picture_facts writes behind its content hash."""
     transform, _ = find_conversion(image.info["icc_profile"], image.mode)
     return " in sRGB" if transform else ""
 
@@ -266,7 +275,7 @@ def to_srgb(image, profile, path):
     return image
 
 def to_plain(image, path):
-    """A decoded picture -> RGB of 8 bits, opaque, in sRGB and without a profile, as common.read_image returns it. In
+    """A decoded picture -> RGB of 8 bits, opaque, in sRGB and without a profile, as read_image returns it. In
     strips, since most of these steps make a copy: a picture of 160 megapixels would take gigabytes."""
     # it is None where a PNG's or JPEG's is broken
     has_profile, profile = "icc_profile" in image.info, image.info.get("icc_profile")
@@ -284,10 +293,110 @@ def to_plain(image, path):
         plain.paste(strip.convert("RGB"), (0, top))
     return plain
 
+# ---- masks: white where the picture is edited ------------------------------------------------------------------------
 
-# ---- flight ------------------------------------------------------------------------------------------
-# How many pixels may be in flight: of pictures that threads hold at full size, to resize or compare them. A PNG of 600 KB
-# may hold 160 megapixels, i.e. a gigabyte while it is decoded, and four to sixteen threads read at once.
+def read_mask(path, content=None):
+    """-> PIL image "L", white = the edited region. Other programs write masks in these forms:
+
+        gray, also soft; 1 bit; 16 bits   white is the region; in 16 bits 65535 or, if no level is above it, 255
+        labels 0 and 1 only               1 is the region
+        black and one other colour        the other colour is the region
+        white on transparency             the white is the region, as opaque as it is
+        black, or a photo, with a hole    the hole is the region (as ComfyUI's mask editor and MagicBrush have it)
+
+    Alpha that is the same everywhere, and any colour under alpha 0, mean nothing. content: as for read_image.
+    InputError if the mask could mean several things. One that selects nothing or everything is returned: see
+    mask_is_empty."""
+    image = read_form(decode(path, content))
+    if image is None:
+        raise InputError(f"{path}: its colours, labels or transparency do not tell which region is edited; paint the "
+                         "edited region white on black")
+    return image.convert("L")
+
+def mask_is_empty(mask):
+    """Whether read_mask's mask selects nothing or everything: all of it weighs the same (but for noise of JPEG)."""
+    low, high = mask.getextrema()
+    return high - low < 8
+
+WHITE, BLACK = 224, 31 # levels that white strokes have at least, and black at most: editors and WebP round them
+OFF = 32 # levels that a channel may be off the colour that it is taken for
+
+def read_form(image):
+    """A mask as its file has it -> PIL image "L", white = the edited region; None if it could mean several things.
+    read_mask lists the forms."""
+    if image.mode.startswith("I;16"):
+        mask_HW = np.asarray(image)
+        if mask_HW.max() >= 2**14:
+            mask_HW = (np.arange(2**16) / np.float32(257)).round().astype(np.uint8)[mask_HW]
+    else:
+        rgba_HW4 = rgba_of(image)
+        if rgba_HW4[..., 3].min() == 255 and np.ptp(rgba_HW4[..., :3], -1).max() <= 32: # gray, through JPEG or WebP
+            del rgba_HW4
+            mask_HW = np.asarray(image.convert("RGB").convert("L"))
+        else:
+            mask_HW = region_of(rgba_HW4)
+    if mask_HW is None:
+        return None
+    has_level = np.zeros(2**16, bool)
+    for row_W in mask_HW: # all at once would take 8 bytes a pixel
+        has_level[row_W] = True
+    levels = np.flatnonzero(has_level).tolist()
+    dark = [level for level in levels if level < 255]
+    # Up to 32 levels below 96 are labels (COCO has 91), beside which 255 means "ignore", or a gray without any white.
+    # In a JPEG or WebP they are noise.
+    is_labels = image.format in ("PNG", "BMP", "TIFF") and 1 < len(dark) <= 32 and dark[-1] < 96
+    if is_labels and levels == [0, 1]:
+        mask_HW = mask_HW * 255
+    elif is_labels or levels[-1] > 255:
+        return None
+    return Image.fromarray(mask_HW.astype(np.uint8))
+
+def rgba_of(image):
+    """-> its pixels as RGBA: uint8 (H, W, 4). In strips, as PIL needs three copies for this."""
+    w, h = image.size
+    rgba_HW4 = np.empty((h, w, 4), np.uint8)
+    for top in range(0, h, 256):
+        rgba_HW4[top:top + 256] = image.crop((0, top, w, min(top + 256, h))).convert("RGBA")
+    return rgba_HW4
+
+def region_of(rgba_HW4):
+    """The pixels of a mask that has colours or transparency -> its region: uint8 (H, W), white = edited. None if it
+    could be another region just as well. read_mask lists the forms."""
+    colours_HW3, alpha_HW = rgba_HW4[..., :3], rgba_HW4[..., 3]
+    if not alpha_HW.any(): # a layer that nothing was painted on
+        return alpha_HW
+    if alpha_HW.min() < alpha_HW.max():
+        shown_N3 = colours_HW3[alpha_HW >= alpha_HW.max() / 2] # where less is seen, programs round the colour
+        if shown_N3.min() >= WHITE:
+            return alpha_HW
+        # black strokes and cut-out objects look like this, too, but cover less than a picture with a hole
+        is_hole = (shown_N3.max() <= BLACK or is_photo(shown_N3)) and (alpha_HW >= 128).mean() > 0.5
+        # else they are strokes of a colour, or black ones beside white ones: what is transparent may be the region, or
+        # what is not edited
+        return 255 - alpha_HW if is_hole else None
+    if np.ptp(colours_HW3, -1).max() <= OFF: # gray, all of it half transparent
+        return np.asarray(Image.fromarray(colours_HW3).convert("L"))
+    bright_HW = colours_HW3.max(-1)
+    brightest = colours_HW3.reshape(-1, 3)[bright_HW.argmax()]
+    region_HW = np.empty_like(bright_HW)
+    for region_W, bright_W, colours_W3 in zip(region_HW, bright_HW, colours_HW3): # at once: 40 bytes a pixel
+        share_W = bright_W / np.float32(brightest.max()) # of this colour; less at soft edges
+        if abs(share_W[:, None] * brightest - colours_W3).max() > OFF:
+            return None
+        region_W[:] = (255 * share_W).round()
+    return region_HW
+
+def is_photo(shown_N3):
+    """Whether a tenth of these colours, uint8 (N, 3), has other ones than the eight commonest, of 32 levels a channel.
+    Strokes and labels have not, nor have drawings in flat colours: these cannot be told from labels."""
+    some_N3 = shown_N3[::len(shown_N3) // 10**5 + 1]
+    counts = np.sort(np.bincount(some_N3 // 8 @ [1024, 32, 1]))
+    return counts[:-8].sum() > len(some_N3) / 10
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+# Threads hold pictures at full size, to resize or compare them. A PNG of 600 KB may hold 160 megapixels, i.e. a
+# gigabyte while it is decoded, and four to sixteen threads read at once. So there is a limit for all of them together.
 
 # PIL takes memory in blocks. Those of up to 32 MB, such as its usual 16 MB, stay with their thread when they are freed
 # (glibc's heaps), and four threads then keep 6 GB; larger ones go back to the system at once.
@@ -300,21 +409,11 @@ MOST = MAX_PIXELS * 3 // 2
 turn = threading.Condition()
 held = {} # {thread: the pixels that it holds}
 
-
 def pixels_of(path):
     """From the picture's header. What cannot be opened holds nothing: reading it names the error."""
     with contextlib.suppress(InputError), open_image(path) as image:
         return image.width * image.height
     return 0
-
-
-def limit_pixels_in_memory(read_pictures):
-    """cache.read_pictures, with room for all pictures of its sample."""
-    def read(pipe, sample, *what):
-        with reserve_pixels(sample.contents):
-            return read_pictures(pipe, sample, *what)
-    return read
-
 
 @contextlib.contextmanager
 def reserve_pixels(paths):

@@ -1,16 +1,11 @@
 """What a person should know of samples and flags before hours are spent on them."""
 import inspect
 import re
-import sys
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
-import common
-from common import InputError, first_words, open_tensors
+from common import InputError
 from library.cli.near_misses import is_given
-from library.data import dataset, mask_files
+from library.data import dataset
 from library.models import hub
 
 def how_many(samples):
@@ -23,11 +18,12 @@ def describe(samples, val_samples):
     lines = [how_many(samples)]
     if alone := sum(not s.controls for s in samples):
         lines[0] += f", {alone} of them without a control: text-to-image"
-    if line := count_masks(samples):
-        lines.append(line)
-    for role in dataset.other_roles():
-        if count := sum(role in s.others for s in samples if role != "mask"):
+    for role in dataset.overlay_roles():
+        if count := sum(role in s.overlays for s in samples):
             lines.append(f"{role}: {count} of {len(samples)} pairs")
+    if auto := sum("mask" in s.encodings[0] for s in samples):
+        lines.append(f"--mask auto looks for the edit in {auto} pairs; tools/doctor.py DATA --mask auto shows what it "
+                     "finds")
     # encoded files are named after the content: a prompt's, which sees the controls, is the same with another mask
     trained = {file.stem for s in samples for file in common_files(s)}
     if shared := [s.name for s in val_samples if not trained.isdisjoint(f.stem for f in common_files(s))]:
@@ -74,12 +70,12 @@ def without_cfg(true_cfg_scale):
     if is_given("--negative_prompt") and true_cfg_scale <= 1:
         yield f"--negative_prompt: {NO_EFFECT}"
 
-def results_without_cfg(samples, negative_prompt):
+def results_without_cfg(samples, settings, negative_prompt):
     """Of results; each line of --jobs may have settings of its own."""
     without = []
-    for sample in samples:
-        own = is_given("--negative_prompt") or sample.settings["negative_prompt"] != negative_prompt
-        if own and sample.settings["true_cfg_scale"] <= 1:
+    for sample, wanted in zip(samples, settings):
+        own = is_given("--negative_prompt") or wanted.negative_prompt != negative_prompt
+        if own and wanted.true_cfg_scale <= 1:
             without.append(sample.name)
     if without:
         yield f"{without[0]}: its negative prompt {NO_EFFECT}{others(without)}"
@@ -105,20 +101,23 @@ def one_text_in_lines(samples):
                f"instance {next(filter(MARKUP.match, one.prompts))!r}; write a text in one line"
                + others([sample.name for sample in found]))
 
-def bend_of(samples):
+def bend_of(samples, settings):
     """The target whose aspect changes most, if that is by more than 10 %, at one of its sizes."""
-    bends = [] # (by how much, the new aspect, sample)
-    for sample in samples:
+    bends = [] # (by how much, the new aspect, the sample's place)
+    for place, sample in enumerate(samples):
         width, height = sample.sizes[0]
         for encoding in sample.encodings:
             _, h, w = encoding["img_shapes"][0]
-            bends.append((abs(w / h * height / width - 1), w / h, sample))
-    bend, aspect, sample = max(bends, key=lambda one: one[0])
-    own = [side for side in ("height", "width") if sample.settings.get(side)]
+            bends.append((abs(w / h * height / width - 1), w / h, place))
+    bend, aspect, place = max(bends, key=lambda one: one[0])
     if bend <= 0.1:
         return
+    sample = samples[place]
+    own = [] # sides that a person has given
+    if settings:
+        own = [side for side in ("height", "width") if getattr(settings[place], side)]
     if len(own) > 1:
-        (width, height), wide = sample.sizes[0], sample.settings["width"]
+        (width, height), wide = sample.sizes[0], settings[place].width
         yield (f"{sample.name}: --width and --height change its shape from {width / height:.2f} to {aspect:.2f}; give "
                f"--width {wide} --height {round(wide * height / width)}, or leave one out")
     elif own:
@@ -126,11 +125,11 @@ def bend_of(samples):
     else:
         yield f"{sample.name}: sides rounded to 32 change its aspect by {bend:.1%}; a larger area bends it less"
 
-def size_for_tiny(samples, model):
+def size_for_tiny(samples, settings, model):
     """tiny was made for pictures of 160x160: a photograph of 12 megapixels would take it minutes a step."""
     large, remedies = [], set()
-    for sample in samples if hub.is_tiny(model) else []:
-        both = sample.settings.get("width") and sample.settings.get("height") # one alone keeps the area
+    for place, sample in enumerate(samples if hub.is_tiny(model) else []):
+        both = settings and settings[place].width and settings[place].height # one alone keeps the area
         of_target = "a smaller --width and --height" if both else "--target_pixels 160x160"
         for encoding in sample.encodings:
             for n, (_, h, w) in enumerate(encoding["img_shapes"]):
@@ -170,10 +169,11 @@ WARNINGS = dict(
     max_steps=[longest_of, of_masks, no_pictures, without_cfg, only_rises, preserved],
     jobs=[overwritten, one_result, results_without_cfg])
 
-def warnings(args, samples, val_samples=()):
+def warnings(args, samples, val_samples=(), settings=()):
     """What a person may not expect of these flags and planned samples -> lines; InputError for what cannot be meant. A
-    script that lacks a flag, as tools/lean_train.py does, misses the warnings that read it."""
-    known, lines = vars(args) | dict(samples=samples, val_samples=val_samples), []
+    script that lacks a flag, as tools/lean_train.py does, misses the warnings that read it. settings: predict.Settings
+    of each sample, of results."""
+    known, lines = vars(args) | dict(samples=samples, val_samples=val_samples, settings=settings), []
     if not samples: # all have errors, which are listed
         return []
     for flag, functions in WARNINGS.items():
@@ -182,70 +182,3 @@ def warnings(args, samples, val_samples=()):
             if known.keys() >= {flag, *read}:
                 lines += warn(*[known[name] for name in read]) or ()
     return [f"warning: {line}" for line in lines]
-
-def count_masks(samples):
-    """-> a line: how many of these planned samples have a mask, by hand or of --mask auto, as far as they are encoded;
-    "" if none should have one."""
-    by_hand = sum(bool(sample.mask) for sample in samples)
-    files = [sample.encodings[0]["file"] for sample in samples if "mask" in sample.encodings[0]]
-    if not by_hand and not files:
-        return ""
-    if not all(file.is_file() for file in files): # --plan, --no-use_cache
-        return f"masks: {by_hand} of {len(samples)} pairs by hand; --mask auto makes others when it encodes them"
-    made = sum("edit_mask" in open_tensors(file).keys() for file in files)
-    line = f"masks: {by_hand + made} of {len(samples)} pairs"
-    if made < len(files):
-        line += (f" ({len(files) - made} differ nowhere or nearly everywhere, are recoloured, or have two shapes; "
-                 "tools/doctor.py DATA --mask auto shows them)")
-    return line
-
-def check_weights(args, samples, val_samples):
-    """-> (samples, validation samples): planned ones, and encoded as far as they will be, without those whose mask
-    leaves no token a weight in train.py's flow_loss, whose loss of them would be 0 in silence. If there are any, they
-    are named, and end the script, without --skip_bad. The same on every process."""
-    weights = [getattr(args, f"mask_{part}_weight", 1.0) for part in ("foreground", "background")] # cache.py has none
-    if min(weights) > 1e-30: # (in fp32 a smaller one may be 0)
-        return samples, val_samples
-    problems, *kept = common.on_first_process(lambda: split_weightless(samples, val_samples, weights))
-    if common.rank() == 0:
-        common.print_problems(problems)
-    if problems and not args.skip_bad:
-        sys.exit("correct these masks, or go on without these samples: --skip_bad" if common.rank() == 0 else 1)
-    if not kept[0]:
-        raise InputError(f"{' '.join(args.data)}: no sample is left; correct the masks that are listed above")
-    return kept
-
-def split_weightless(samples, val_samples, weights):
-    """-> (a line for each mask that leaves nothing, the other samples, the other validation samples)."""
-    problems, kept = [], ([], [])
-    for all_of, good in zip((samples, val_samples), kept):
-        for sample in common.progress("masks", all_of, unit="sample"):
-            with common.collect_errors(problems):
-                for encoding in sample.encodings:
-                    check_weight(sample, encoding, *weights)
-                good.append(sample)
-    return problems, *kept
-
-def check_weight(sample, encoding, foreground, background):
-    """InputError if this encoding's mask leaves no token a weight."""
-    _, h, w = encoding["img_shapes"][0]
-    mask_I = edit_mask_of(sample, encoding["file"], (w, h))
-    if mask_I is not None and (foreground * mask_I + background * (1 - mask_I)).sum() == 0: # as load_item has it
-        part = "foreground" if foreground < background else "background"
-        raise InputError(f"{sample.mask or sample.name}: this mask leaves no token a weight in the loss at {16 * w}x"
-                         f"{16 * h}; correct it, or raise --mask_{part}_weight")
-
-def edit_mask_of(sample, file, size):
-    """-> the edited share of each of (width, height) tokens, fp32, as cache.encode_latents has it: read from the
-    encoded file alone, or of a mask that will be encoded later. None without a mask, or for a later one of auto_mask,
-    which has both parts. InputError names a damaged file."""
-    if file.is_file():
-        try:
-            with open_tensors(file, "np") as f:
-                return f.get_tensor("edit_mask") if "edit_mask" in f.keys() else None
-        except Exception as e: # it is damaged, which can fail in any way
-            raise InputError(f"{file}: cannot be read ({first_words(e)}); cache.py --verify encodes it again")
-    if not sample.mask:
-        return None
-    mask = mask_files.read_mask(sample.mask, sample.contents[sample.mask]).resize(size, Image.BOX)
-    return np.asarray(mask).flatten() / np.float32(255)

@@ -1,6 +1,6 @@
 """
 What earlier starts have found out about files: a start reads only those that are new or have changed. Otherwise
-every start would read every picture, and every byte of the model, some of it more than once .
+every start would read every picture, and every byte of the model, some of it more than once.
 
 CACHE_DIR/pictures.txt, masks.txt and models.txt list, by path, what was found out about a file (its content hash, a
 picture's size), and the file's length, times and number on the disk when it was read. A file that has not passed all
@@ -18,19 +18,17 @@ from tqdm import tqdm
 
 import common
 from common import InputError, LONG_TEXT, MAX_PIXELS, quiet, run_ahead, write_file
-from library.data.picture_files import reserve_pixels
 
 OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; a person's pictures.txt is not replaced
 FORM = 4 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
 SETTLED = 2 * 10**9 # ns: a file that changes twice within one tick of its disk's clock (2 s on FAT) keeps its times
 
 
-def remember_by_stat(paths, look, memory, decodes=False):
-    """-> a function like look(path), but one that knows the answers for these paths: from the file `memory`, or found
-    now by threads. Answers are what JSON holds. It raises look's InputErrors only when it is asked.
-    decodes: whether look() decodes a picture, which takes memory."""
+def remember_by_stat(paths, read, memory):
+    """-> a function like read(path), but one that knows the answers for these paths: from the file `memory`, or read
+    now by threads. Answers are what JSON holds. It raises read's InputErrors only when it is asked."""
     remembered = read_memory(memory)
-    known = {} # {path: look's answer}
+    known = {} # {path: read's answer}
     new = [] # [(path, stamp)], to be read now
     fresh = {} # what of them will be remembered
     for path in dict.fromkeys(paths):
@@ -41,19 +39,14 @@ def remember_by_stat(paths, look, memory, decodes=False):
         else:
             new.append((path, stamp))
     before = time.time_ns() - SETTLED # reading begins now: a file that is older than this, and changes, gets new times
-
-    def look_in_turn(item):
-        path, _ = item
-        with reserve_pixels([path] if decodes else []):
-            return look(path)
-    found = run_ahead(look_in_turn, new, threads=8, most=32)
+    answers = run_ahead(read, [path for path, _ in new], threads=8, most=32)
     lengths = [stamp[0] if stamp else 0 for _, stamp in new]
     bar = tqdm(total=sum(lengths), desc=f"reading {memory.stem}", unit="B", unit_scale=True,
                disable=not new or quiet(), leave=False)
     try:
         for (path, stamp), length in zip(new, lengths):
             with contextlib.suppress(InputError): # plan_sample says it, when it asks about the picture
-                known[path] = next(found).result()
+                known[path] = next(answers).result()
                 if stamp and max(stamp[1:3]) < before: # (None: it has come meanwhile)
                     fresh[os.path.abspath(path)] = stamp, known[path]
             bar.update(length)
@@ -61,7 +54,7 @@ def remember_by_stat(paths, look, memory, decodes=False):
         bar.close()
         if fresh: # read the list once more, as another process may have written it
             write_memory(memory, read_memory(memory) | fresh)
-    return lambda path: known.get(path) or look(path)
+    return lambda path: known.get(path) or read(path)
 
 
 def stat_of(path):
@@ -110,10 +103,10 @@ def write_memory(path, remembered):
     with contextlib.suppress(InputError): # nothing is lost but time
         write_file(path, f"{digest_of(text)}\n{text}".encode(), OURS)
 
-def refuse_changed_files(places, hashes, look):
-    """InputError for a file or folder, as this process finds it, of which look() gives another hash than it has given
+def refuse_changed_files(places, hashes, hash_of):
+    """InputError for a file or folder, as this process finds it, of which hash_of() gives another hash than it gave
     before the file was read: maybe on the first process, whose machine can have the same file elsewhere."""
     for place, before in zip(places, hashes):
-        if look(place) != before:
+        if hash_of(place) != before:
             elsewhere = ", or the first process has another one" if common.world() > 1 else ""
             raise InputError(f"{place}: has changed since it was looked at{elsewhere}; run the same command again")

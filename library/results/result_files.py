@@ -23,7 +23,7 @@ OURS = rb"tEXtkey\0" # is in every picture that predict.py and train.py have wri
 END = b"\0\0\0\0IEND\xaeB`\x82" # the last chunk of every PNG
 MOST_BYTES = 120 # of a name that we choose, before its key: some disks (eCryptfs) take 143 in all
 ROOT = Path(__file__).parents[2]
-ENCODING = "cache.py library/data/picture_files.py library/data/mask_files.py library/data/automatic_mask.py".split()
+ENCODING = "cache.py library/data/picture_files.py library/data/automatic_mask.py".split()
 DRAWING = ["rope_patch.py", "predict.py", *ENCODING]
 
 def code_hash(files):
