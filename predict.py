@@ -93,7 +93,7 @@ def read_flags():
     # without --model: tiny, with its newest LoRA, and without --image its validation pictures
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
     args = command_line.parse_args(parser, "predict.py")
-    if hub.is_tiny(args.model) and not given & {"--image", "--jobs"}:
+    if hub.is_tiny(args.model) and given and not given & {"--image", "--jobs"}:
         args.jobs = hub.TINY_DATA.with_name("val")
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
@@ -636,7 +636,7 @@ def main(args):
     samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),
                                         geometry, args)
     if first:
-        common.print_problems(sample_checks.warnings(args, samples))
+        common.print_problems(sample_checks.result_warnings(args, samples))
 
     # into which files: one for each sample, seed and scale; those that are there already stay
     pictures = plan_pictures(samples, args, models, loras, code)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import common
-from library.cli import flag_types, near_misses
+from library.cli import flag_types
 from library.data import dataset
 from library.lora import lora_paths
 from library.models import environment, hub

@@ -54,7 +54,7 @@ flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial Lo
 flag("--out_dir", Path("out/lean"), "gets the LoRA (also for ComfyUI), log.jsonl, and what --resume needs", type=Path)
 flag("--save_every", 200, "steps between saves, each of which replaces the one before", type=positive)
 flag("--resume", False, "continue the run in --out_dir; begin if that has none")
-args = command_line.parse_data_args(parser, "train.py") # also here tiny has train.py's tiny/defaults.json
+args = command_line.parse_data_args(parser, "train.py") # tiny has train.py's defaults, too
 if lacking := {"--val_data", "--preserve", "--prompt_image_dropout_rate"}.intersection(parser.given()):
     parser.error(f"argument {min(lacking)}: lean_train.py lacks it; leave it out, or take train.py")
 args.val_data = [] # tiny's defaults have some
