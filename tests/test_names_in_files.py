@@ -215,7 +215,6 @@ ALLOWED = {
                         "cls._from_config(cls.config_class.from_pretrained(folder))": FILES,
                         "cls.config_class.from_pretrained(folder)": FILES},
         "try_schedule": {"FlowMatchEulerDiscreteScheduler.from_config(content)": FILES}},
-    "library/cli/defaults.py": {"words_of": {"re.fullmatch(TEXTS[name])": OWN}},
     "library/models/devices.py": {"find_flash": {"find_spec(package)": OWN}},
     "library/files/sniff.py": {"family": {"re.search(pattern)": OWN}},
     "library/cli/near_misses.py": {"fold": {"re.sub(f'(?<!\\\\w){re.escape(path.stem)}(?=\\\\.\\\\w)')": "escaped"},

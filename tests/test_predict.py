@@ -581,7 +581,7 @@ def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, fl
     """A place that cannot be written, or holds the pictures given; a folder without pictures; what a LoRA is not."""
     monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: (_ for _ in ()).throw(OSError))
-    monkeypatch.setattr("library.cli.defaults.read_sections", lambda folder: {}) # which has the shift that one step needs
+    monkeypatch.setitem(hub.TINY_DEFAULTS, "predict.py", "") # which has the shift that one step needs
     for name in ("in/a.png", "sheet/sheet.jpg"):
         save(paint_picture(), tmp_path / name)
     (tmp_path / "no").mkdir()

@@ -33,7 +33,7 @@ lr_warmup_steps: --warmup_steps
 use_ema ema_decay: --ema 0.99
 flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme: --timestep_sampling
 diff_output_preservation: --preserve 0.1 (a share of the samples)
-data dataset dataset_path train_data_dir dataset_base_path folder_path image_dir instance_data_dir reg_data d: --data
+dataset dataset_path train_data_dir dataset_base_path folder_path image_dir instance_data_dir reg_data d: --data
 image: --data (the folder of all pairs)
 dataset_repeat num_repeats: --repeats
 val validation_data val_dir: --val_data
