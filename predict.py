@@ -26,7 +26,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
-import library # before all others: no folder that stands here, such as cache/, is taken for one of them
+import library # before all others: refuses a folder here that Python would import in place of one of them
 import argparse
 import math
 import warnings

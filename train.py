@@ -25,7 +25,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
-import library # before all others: no folder that stands here, such as cache/, is taken for one of them
+import library # before all others: refuses a folder here that Python would import in place of one of them
 import contextlib
 import hashlib
 import json
@@ -406,6 +406,33 @@ def make_model(weights):
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
 
+# ---- checks: what could end the run later ends it at its start -------------------------------------------------------
+
+def check_before_encoding():
+    """Tries on shapes, without weights, whether LoRAs and flags fit the model, and whether the disk has room for the
+    checkpoints -> {part: hash of its files}. InputError says what does not."""
+    _, shapes = make_model(weights=False)
+    common.on_first_process(partial(run_folder.check_room, out_dir, sum(p.numel() for p in shapes.values()), args.keep,
+                                    args.ema))
+    # 58 GB take a minute: the first process reads them, the others find its answers (on other machines they read, too)
+    common.on_first_process(lambda: list(map(hash_part, models.values())))
+    return {part: hash_part(place) for part, place in models.items()}
+
+def check_before_training():
+    """Data, models and checkpoint are known now. InputError says what does not agree, or cannot be saved."""
+    base_model.warn_other_base([*sample_lora_files, pretrained_file], base)
+    # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
+    common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
+    # A checkpoint is written, read back and thrown away, and the optimizer takes steps that are forgotten.
+    preflight.check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta,
+                    partial(predict.load_transformer, transformer_folder, args.dtype, weights=False),
+                    parser.get_default)
+    if checkpoint: # was it trained with these settings, on this data?
+        resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser, args.data)
+    # Is what is in memory what was hashed? Asked before the log begins, so that the same command may run again. A file
+    # that changes from here on does not matter.
+    stat_cache.refuse_changed_files(models.values(), hashes.values(), hash_part)
+
 # ---- packs: which process computes which samples, in which forward passes --------------------------------------------
 
 def deal_packs(lengths):
@@ -563,14 +590,7 @@ model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
               vae=model_folder / "vae")
 hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
-if not args.plan: # which encodes nothing
-    # Tried on shapes: LoRAs and flags that do not fit the model, or a disk without room, end the run before that.
-    _, lora = make_model(weights=False)
-    common.on_first_process(partial(run_folder.check_room, out_dir, sum(p.numel() for p in lora.values()), args.keep,
-                                    args.ema))
-    # 58 GB take a minute: the first process reads them, the others find its answers (on other machines they read, too)
-    common.on_first_process(lambda: list(map(hash_part, models.values())))
-    hashes = {part: hash_part(place) for part, place in models.items()}
+hashes = {} if args.plan else check_before_encoding() # of each of these models' files
 samples, val_samples, geometry, areas = cache.make_cache(pipe, model_folder, args,
                                                          encode=args.use_cache and not args.plan)
 epoch = [sample for sample in samples for _ in range(sample.repeats)] # one pass through the data
@@ -622,29 +642,18 @@ versions = {name: version(name) for name in "torch diffusers transformers peft".
 around = versions | environment.describe_environment() | dict(recipe=code_hash.training(code_hash.RECIPE))
 base = base_model.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
-base_model.warn_other_base([*sample_lora_files, pretrained_file], base)
-
-# Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
-common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
-
-# What would happen for the first time at a checkpoint or at the end is tried now: what cannot be saved, or read back,
-# ends the run here.
-preflight.check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta,
-            partial(predict.load_transformer, transformer_folder, args.dtype, weights=False), parser.get_default)
-
-# Continue: compare once more, now that data and model are known, then put LoRA and optimizer back. Order, noise and
-# learning rate follow from --seed and the step.
-if checkpoint:
-    resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser, args.data)
-    resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
-    checkpoint = None # frees its tensors
 
 if val_samples: # a validation also draws pictures
-    drawer = validation.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
-                         args)
-# All models are in memory now: are they what was hashed? (Asked before the log begins, so that the same command may run
-# again. A file that changes from here on does not matter.)
-stat_cache.refuse_changed_files(models.values(), hashes.values(), hash_part)
+    drawer = validation.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir,
+                               sample_loras, args)
+
+# All that could fail hours later fails now, with a line.
+check_before_training()
+
+# Continue: put LoRA and optimizer back. Order, noise and learning rate follow from --seed and the step.
+if checkpoint:
+    resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
+    checkpoint = None # frees its tensors
 
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 if rank == 0:

@@ -1,43 +1,28 @@
 """
-Rooms of the program that a first reader can leave closed: what one flag switches on, in a file of that flag's name,
-what foreign formats need, further parts of train.py and predict.py, and what keeps their results true: which names are
-taken, which pictures are finished, which files, or which code, have changed.
+The rooms of the program, from the ground up: files, models, cli, data, lora, results. training/ stands above them.
 
-Every script imports this package before anything else. From then on a module of ours is ours, whatever stands beside
-it: Python would take a folder cache/ that holds an __init__.py, such as a cache from a stranger, for cache.py, and a
-folder pillow_heif/ for the package of that name.
+Python looks for a module in the project's folder first. A folder there that is named like one of our files, or that
+holds an __init__.py, such as a dataset from a stranger, could be imported in place of our file or of an installed
+package. So every script imports from this package before anything else, and such a folder ends it.
 """
 import os
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-# what is imported now must not be found in ROOT either
-searched = list(sys.path)
-sys.path[:] = [folder for folder in searched if os.path.realpath(folder or os.curdir) != ROOT]
-from importlib.machinery import FileFinder, SourceFileLoader
-from importlib.util import spec_from_file_location
-sys.path[:] = searched
-
-PACKAGES = {"library", "training", "tools", "tests"} # the folders of ROOT that may be imported
+PACKAGES = ("library", "training", "tools", "tests") # the folders of ROOT that may be imported
 
 
-class OurFolder(FileFinder): # a class because Python's imports ask it: docs.python.org/3/reference/import.html
-    """Finds NAME.py in ROOT, one that you have added too, and the PACKAGES. All other folders there are data."""
-
-    def find_spec(self, name, target=None):
-        if name in PACKAGES:
-            return super().find_spec(name, target)
-        file = os.path.join(ROOT, f"{name}.py")
-        return spec_from_file_location(name, file) if os.path.isfile(file) else None
-
-
-def find_ours(folder):
-    """An entry of sys.path_hooks: who finds modules in this folder of sys.path."""
-    if os.path.realpath(folder or os.curdir) != ROOT:
-        raise ImportError # another folder: ask the next entry
-    return OurFolder(folder, (SourceFileLoader, [".py"]))
+def refuse_package(folder):
+    """Ends the script if this folder of ROOT could be imported in place of a file of ours or of a package. It uses
+    nothing but os and sys, as any other import could find such a folder."""
+    name = os.path.basename(folder)
+    if os.path.isfile(f"{folder}.py"):
+        sys.exit(f"error: {folder}: is called like our {name}.py; give this folder another name")
+    if os.path.isfile(os.path.join(folder, "__init__.py")):
+        sys.exit(f"error: {folder}: Python could import it in place of an installed package; move it elsewhere (or, if "
+                 "it is a package of your own, add its name to PACKAGES in library/__init__.py)")
 
 
-if find_ours not in sys.path_hooks:
-    sys.path_hooks.insert(0, find_ours)
-    sys.path_importer_cache.clear() # it remembers who found modules there before
+for name in sorted({*os.listdir(ROOT)} - {*PACKAGES}):
+    if os.path.isdir(os.path.join(ROOT, name)):
+        refuse_package(os.path.join(ROOT, name))

@@ -144,7 +144,7 @@ def add_model_flags(parser):
     flag("--device", None, "default: cuda if there is one, else cpu; under torchrun one per process")
     flag("--flash_attention", "auto",
          "auto: 3 on Hopper, 4 on data centre Blackwell, where its package is installed; else 2", choices=["auto", "2"])
-    flag("--cache_dir", "cache", "where encoded samples of all models and datasets are kept")
+    flag("--cache_dir", "encoded", "where encoded samples of all models and datasets are kept")
     flag("--max_sequence_length", 1024,
          "most tokens in a prompt; a longer prompt is an error, it is not cut", type=positive)
     flag("--vae_device", None, "where pictures are encoded and decoded (default: --device)")

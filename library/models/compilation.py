@@ -4,11 +4,9 @@ differs.
 """
 import os
 import shutil
-import sys
 
 import torch
 
-import library
 from common import InputError
 
 if os.name == "nt" and torch.cuda.is_available(): # elsewhere torch brings triton along; this one has a compiler
@@ -22,10 +20,6 @@ elif not {"CC", "CXX"} & set(os.environ) and not any(map(shutil.which, ("g++", "
 
 
 def compile_blocks(blocks):
-    # torch compiles in processes of its own, which get sys.path as PYTHONPATH. They need none of our modules, and would
-    # take a folder beside these, such as a dataset torch/, for the package of that name.
-    elsewhere = [path for path in sys.path if os.path.realpath(path) != library.ROOT]
-    os.environ.setdefault("TORCH_CUSTOM_PYTHONPATH", os.pathsep.join(elsewhere))
     # Where attention is not one kernel, a graph break splits a block into functions that are compiled one by one. torch
     # gives up on such a function for good once a variant of it has nothing to compute. The backward pass could then
     # recompute other tensors than the forward pass has saved, which is an error.
