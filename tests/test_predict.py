@@ -25,6 +25,7 @@ from PIL import Image, ImageFile, ImageFont, ImageOps
 
 import cache
 from library.data import dataset, picture_files
+from library.models import hub
 from library.results import contact_sheets
 from training.validation import psnr
 import predict
