@@ -27,7 +27,6 @@ from library.cli.flag_types import key_value, natural, not_negative, number, pos
 from library.data import dataset
 from library.files import stray_files, tensor_files
 from library.lora.lora_paths import LORA_FILE
-from library.models import devices
 
 # ---- flags: flag(name, default, help); others come from common -------------------------------------------------------
 
@@ -71,6 +70,7 @@ import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler
 import cache
 import predict
+from library.models import devices
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 # ---- the recipe: which sample, at which noise, with which loss -------------------------------------------------------
