@@ -662,7 +662,7 @@ def plan_training(pipe, folder, args):
     if empty:
         tell(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
              "trained without a mask", file=sys.stderr)
-    print_problems(sample_checks.warnings(args, samples, val_samples))
+    print_problems(sample_checks.training_warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems
 
 def write_indexes(args, samples, val_samples, geometry, fingerprints):

@@ -90,7 +90,7 @@ def read_flags():
     # without --model: tiny, with its newest LoRA, and without --image its validation pictures
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
     args = command_line.parse_args(parser, "predict.py")
-    if hub.is_tiny(args.model) and not given & {"--image", "--jobs"}:
+    if hub.is_tiny(args.model) and given and not given & {"--image", "--jobs"}:
         args.jobs = hub.TINY_DATA.with_name("val")
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
@@ -678,8 +678,7 @@ def main(args):
     pipe = cache.load_pipeline(folder, args.cache_dir)
     requests, wrong = plan_requests(pipe, samples, geometry, args)
     if first:
-        planned, settings = [[pair[n] for pair in requests] for n in range(2)]
-        common.print_problems(sample_checks.warnings(args, planned, settings=settings))
+        common.print_problems(sample_checks.result_warnings(args, requests))
 
     # a picture for each sample, seed and scale; those that are there already, whole, stay
     pictures = plan_pictures(requests, args, models, loras, code)

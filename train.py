@@ -108,7 +108,7 @@ flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", cho
 flag("--plan", False, "only print the tokens, memory and time this would take; needs no weights")
 flag("--resume", False, "continue the run in --out_dir, or the newest run of this model and data; if there is none, "
      "begin")
-args = command_line.parse_data_args(parser, "train.py") # tiny/defaults.json has those of --model tiny, the default
+args = command_line.parse_data_args(parser, "train.py") # hub.TINY_DEFAULTS has those of --model tiny
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
 peft_args = dict(args.lora_args)

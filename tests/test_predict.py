@@ -25,6 +25,7 @@ from PIL import Image, ImageFile, ImageOps
 
 import cache
 from library.data import dataset, picture_files
+from library.models import hub
 from library.results import contact_sheets
 from training.validation import psnr
 import predict
@@ -463,9 +464,9 @@ def test_ctrl_c_keeps_what_is_drawn_and_ends_in_one_line(tmp_path, photos, start
 
 def test_a_shape_that_is_bent_is_a_warning(tmp_path, photos):
     """By rounding to 32, or by flags for its sides, one or both."""
-    for flags, named in (([], None), (["--target_pixels", 4900], "sides rounded"),
-                         (["--height", 96], "height alone changes"),
-                         (["--height", 96, "--width", 32], "--width and --height change its shape"),
+    for flags, named in (([], None), (["--target_pixels", 4900], "changes its aspect by 33.3%"),
+                         (["--height", 96], "changes its aspect"),
+                         (["--height", 96, "--width", 32], "32x96 changes its aspect"),
                          (["--height", 96, "--width", 48], None)):
         result = run_script("predict.py", "--image", photos[1], "--prompt", "x", "--num_inference_steps", 2, "--out",
                             tmp_path / "a.png", "--cache_dir", tmp_path / "cache", *map(str, flags))
@@ -579,7 +580,7 @@ def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, fl
     """A place that cannot be written, or holds the pictures given; a folder without pictures; what a LoRA is not."""
     monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: (_ for _ in ()).throw(OSError))
-    monkeypatch.setattr("library.cli.defaults.read_sections", lambda folder: {}) # which has the shift that one step needs
+    monkeypatch.setitem(hub.TINY_DEFAULTS, "predict.py", "") # which has the shift that one step needs
     for name in ("in/a.png", "sheet/sheet.jpg"):
         save(paint_picture(), tmp_path / name)
     (tmp_path / "no").mkdir()

@@ -40,7 +40,9 @@ def places(tmp_path_factory):
     common_flags = ["--max_steps", 1, "--batch_size", 2, "--lr_scheduler", "constant", "--warmup_steps", 0]
     d = shlex.join(map(str, ["--data", folder / "data", *shared, *common_flags]))
     assert run_script("cache.py", "--data", folder / "data", *shared).status == 0
-    model = copy_model(folder / "tiny", "defaults.json")
+    model = copy_model(folder / "tiny")
+    config = model / "transformer/config.json" # written otherwise it is a stranger's, which has no defaults
+    config.write_text(config.read_text("utf-8").replace('dim": 64', 'dim":64'), "utf-8")
     names = dict(f=folder, d=d, i=d.replace(f"{folder}/data", f"{folder}/cache/tiny-data.json"),
                  masked=d.replace(f"{folder}/data", f"{folder}/masked"), model=model, run=folder / "run",
                  cosine=folder / "cosine", zeros=folder / "zeros.safetensors")

@@ -433,8 +433,7 @@ WARNINGS = { # flags of a training on pairs of 64x64, or of two shapes -> what i
     "--negative_prompt ugly": "--negative_prompt: has no effect at a CFG scale of 1 or below",
     "--negative_prompt ugly --true_cfg_scale 2": None,
     "--sample_every 1": "--sample_every: nothing will be generated", "--max_tokens 9": "--max_tokens 9: cat has ",
-    "--mask_foreground_weight 5": "there is no mask", "--target_pixels 512x512": "cat: 512x512 is slow",
-    "--mask auto --mask_foreground_weight 5": None, "--target_pixels 320x320": None,
+    "--mask_foreground_weight 5": "there is no mask", "--mask auto --mask_foreground_weight 5": None,
     "--warmup_steps 2": "--warmup_steps 2: the run has 2 steps", "--warmup_steps 1": None,
     "--warmup_steps 8": "only rises, to 1.3e-03 in the last",
     "--optimizer tests.test_averages.ScheduleFreeSGD": "--lr_scheduler cosine: tests.test_averages.Schedul",
@@ -448,17 +447,6 @@ def test_what_a_person_may_not_expect_is_said_once_before_anything_is_encoded(tm
     result = train(data, tmp_path, *flags.split())
     lines = [line for line in result.err.splitlines() if "warning" in line]
     assert result.status == 7 and len(lines) == bool(named) and (not named or named in lines[0]), result.err
-
-@pytest.mark.parametrize("text, warned", [
-    ("**Edit**\n- keep the cup\n- make it red", True), ('{\n"style": "red"\n}', True),
-    ("make it red\npaint it red", False), ("# a note in one line", False)])
-def test_a_caption_that_is_one_text_in_lines_is_named(tmp_path, text, warned, monkeypatch):
-    """As language models write it, in Markdown or JSON. Each of its lines is a prompt of its own."""
-    data = add_item(tmp_path / "data", "cat")
-    (data / "target/cat.txt").write_text(text, "utf-8")
-    monkeypatch.setattr(cache, "encode_samples", lambda *_, **__: sys.exit(7))
-    result = train(data, tmp_path)
-    assert ("warning: cat: its caption has" in result.err) == warned and "warning: --" not in result.err, result.err
 
 @pytest.mark.parametrize("flags, named", [
     (["--mask_foreground_weight", 0, "--mask_background_weight", 0], "both mask weights are 0"),

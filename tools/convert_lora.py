@@ -4,9 +4,8 @@ Converts a LoRA: for ComfyUI, to our format (which is diffusers'), or to a compl
 LORA is what predict.py --lora accepts: a file of any trainer, a run folder, a folder that peft has written, or
 user/repo on the hub. Of a LoKr or LoHa it makes a LoRA of at most --rank: the nearest one, and the command prints how
 far it is off. ComfyUI can load the file of a finished run without conversion. Convert a checkpoint for it if it is an
-rsLoRA, or if --lora_alpha was not the rank. You can train another LoRA on a merged model, which takes the base's
-defaults.json along. Its weights are rounded once, to --dtype; the command prints how far that puts the change by the
-LoRAs off.
+rsLoRA, or if --lora_alpha was not the rank. You can train another LoRA on a merged model. Its weights are rounded once,
+to --dtype; the command prints how far that puts the change by the LoRAs off.
 
 $ python tools/convert_lora.py out/RUN --to comfyui --out snow.safetensors
 $ python tools/convert_lora.py PEFT_FOLDER --to diffusers --out snow.safetensors
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, NOTHING, is_utf8, tell
-from library.cli import command_line, defaults
+from library.cli import command_line
 from library.cli.flag_types import number, positive
 from library.data import stat_cache
 from library.files import disk, stray_files, tensor_files
@@ -82,7 +81,6 @@ def merge(loras, scales, model, dtype, out):
         stray_files.refuse_outside(file, folder)
     read = [*copied, *(folder / "transformer").iterdir()]
     before = list(map(identity, read))
-    sections = defaults.read_sections(folder)
     compare_bases(loras, model, folder)
     transformer = predict.load_transformer(folder, dtype)
     line = add_loras(transformer, folder / "transformer", loras, scales, dtype)
@@ -90,8 +88,6 @@ def merge(loras, scales, model, dtype, out):
     try:
         for file in copied:
             copy_file(file, tmp / file.relative_to(folder))
-        if sections: # the CFG scale that the model wants, and the like
-            (tmp / "defaults.json").write_text(json.dumps(sections, indent=1), encoding="utf-8")
         transformer.save_pretrained(tmp / "transformer")
         os.umask(umask := os.umask(0))
         for file in (tmp / "transformer").iterdir(): # safetensors lets only the owner read them

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, tell
-from library.cli import command_line, near_misses
+from library.cli import command_line
 from library.data import dataset, picture_files
 from library.data.automatic_mask import auto_mask, from_middle
 from library.files import stray_files
@@ -52,7 +52,7 @@ def read_flags():
     args = parser.parse_args()
     if (args.results / "log.jsonl").exists():
         words = ["--lora", args.results, "--jobs", args.dataset, "--out_dir", "edited"]
-        draw = common.shell_command(["python", near_misses.own_script("predict.py"), *words])
+        draw = common.shell_command(["python", "predict.py", *words])
         raise InputError(f"{args.results}: is a run; first {draw}, then measure edited")
     if not args.results.is_dir():
         raise InputError(f"{args.results}: no folder of results; {stray_files.near_path(args.results)}")

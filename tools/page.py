@@ -30,7 +30,7 @@ import numpy as np
 
 import common
 from common import InputError, tell
-from library.cli import flag_types, near_misses
+from library.cli import flag_types
 from library.cli.command_line import Parser
 from library.cli.flag_types import natural
 from library.data import dataset, index_file
@@ -491,12 +491,19 @@ def command_words(run):
     words = run.command if isinstance(run.command, list) else []
     return [word for word in words if isinstance(word, str)]
 
+def flags_of_train():
+    """-> train.py's flags, by its text and that of the shared ones: to import train.py would train."""
+    places = [Path(common.__file__).parent / name for name in ("train.py", "library/cli/command_line.py")]
+    text = "".join(place.read_text("utf-8") for place in places)
+    sampling = [f"--{name}" for name in flag_types.SAMPLING if name in flag_types.SAMPLE_FLAGS]
+    return {*sampling, *re.findall(r'flag\((?:flag, )?"(--[a-z_]+)"', text)}
+
 def resume_command(run):
     """-> the words that continue a run, made of train.py's flags in its log. ValueError says why there are none."""
     script, *words = command_words(run) or [""]
     if Path(script).name != "train.py" or len(words) + 1 < len(run.command):
         raise ValueError("it is not train.py's")
-    again, flag, known = ["python", "train.py"], "", near_misses.flags_of("train.py")
+    again, flag, known = ["python", "train.py"], "", flags_of_train()
     for word in words:
         value = word
         if word.startswith("--"):

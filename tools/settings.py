@@ -23,7 +23,7 @@ from pathlib import Path
 
 import common
 from common import CONTROLS
-from library.cli import flag_types, near_misses
+from library.cli import flag_types
 from library.data.dataset import as_list
 
 WORDS = dict(
@@ -362,8 +362,51 @@ diffsynth.num_epochs: 1
 diffsynth.batch: 1
 diffsynth.no-upscale: true"""
 
-# their words for values, beside those that a command line may have, too
-CHOICES = near_misses.VALUES | dict(
+# {flag: what others call its values, without marks and capitals: what they are here, and what that changes}
+VALUES = dict(
+    optimizer="""
+adamw adamwbf16 adamwadv optimiadamw bnbadamw: torch.optim.AdamW
+adam optimiadam bnbadam: torch.optim.Adam
+adamw8bit adamw8 bnbadamw8bit aoadamw8bit: bitsandbytes.optim.AdamW8bit
+pagedadamw8bit bnbadamw8bitpaged: bitsandbytes.optim.PagedAdamW8bit
+adam8bit adam8 bnbadam8bit: bitsandbytes.optim.Adam8bit
+ademamix8bit bnbademamix8bit: bitsandbytes.optim.AdEMAMix8bit
+lion8bit bnblion8bit: bitsandbytes.optim.Lion8bit
+lion optimilion bnblion: lion_pytorch.Lion
+prodigy prodigy8bit prodigyadv: prodigyopt.Prodigy
+prodigyplusschedulefree: prodigyplus.ProdigyPlusScheduleFree
+adamwschedulefree schedulefreeadamw: schedulefree.AdamWScheduleFree
+adafactor: torch.optim.Adafactor; with --lr, as its relative steps have no counterpart
+sgd: torch.optim.SGD
+came: came_pytorch.CAME
+muon: torch.optim.Muon""",
+    lr_scheduler="""
+constant: constant
+constantwithwarmup: constant; --warmup_steps comes before it
+linear: linear
+polynomial: linear; a power has no counterpart
+cosine: cosine
+cosineannealing cosinewithrestarts cosinewithhardrestarts cosinewithminlr sine rex: cosine; it falls once, to 0""",
+    timestep_sampling="""
+sigmoid logitnormal lognorm: logit_normal
+uniform linear sigma: uniform
+weighted: uniform; its loss weights have no counterpart
+lognormblend: logit_normal; its linear part has no counterpart
+qwenshift: qwen_shift
+shift fluxshift flux2shift lumina2shift: qwen_shift; its shift follows the picture's size""",
+    dtype="""
+bf16: bfloat16
+fp16: float16
+fp32 no: float32""",
+    quantize="""
+true float8 qfloat8: fp8
+qint8 8bit 8: int8
+bnb int4 fp4 4bit 4: nf4; the nearest""",
+    to="""
+kohya: comfyui
+merged: model""")
+# their words for values, beside those
+CHOICES = VALUES | dict(
     native="true: native",
     model="""
 edit editv1: Qwen/Qwen-Image-Edit
@@ -535,11 +578,26 @@ SAME = dict(size="target_pixels", control_size="control_pixels", native="control
 # what use_ema, ... switch on, and its value where nothing else says one
 SWITCHES = dict(mask_background_weight=0, ema=0.999, quantize="fp8", quantize_text_encoder="fp8", offload_share=1)
 
+def read_table(table):
+    """Yields (key, its usual values, answer) of a table's rows KEYS: ANSWER, where a key may be KEY=VALUE|VALUE, and
+    indented lines continue a row."""
+    for row in re.sub("\n +", " ", table.strip()).split("\n"):
+        keys, _, answer = row.partition(": ")
+        for key in keys.split():
+            key, _, usual = key.partition("=")
+            yield key, usual.split("|"), answer
+
+
+def answers(table, name):
+    """-> the answers of all rows that have this key."""
+    return [answer for key, _, answer in read_table(table) if key == name]
+
+
 def choose(meaning, value):
     """A word of CHOICES, or of another form if the meaning has one."""
     name = re.sub("[^a-z0-9]", "", str(value).split(".")[-1].lower())
-    known = near_misses.answers(CHOICES[meaning], name)
-    return known[0] if known or meaning not in WAYS else WAYS[meaning](value)
+    found = answers(CHOICES[meaning], name)
+    return found[0] if found or meaning not in WAYS else WAYS[meaning](value)
 
 def convert(meaning, key, values):
     """Values of theirs, of one key -> ours: a number, a text that may end in "; " and what is not the same, or a list
@@ -592,7 +650,7 @@ def is_training(facts):
 
 def translate(settings):
     """-> ({meaning: value of ours}, {answer: ["key = value of theirs", ...]} of all that has none)."""
-    rows = list(near_misses.read_table(TABLES[settings.program]))
+    rows = list(read_table(TABLES[settings.program]))
     facts, said, answers = {}, {}, defaultdict(list)
 
     def take(meaning, key, values, text):
@@ -621,7 +679,7 @@ def translate(settings):
         answer = take(meaning, key, on, text) if on and " " not in meaning else meaning
         if " " in answer: # one word says that something else reads it
             answers[answer].append(text)
-    for name, _, value in near_misses.read_table(DEFAULTS) if is_training(facts) else ():
+    for name, _, value in read_table(DEFAULTS) if is_training(facts) else ():
         program, _, key = name.partition(".")
         meaning = answer_to(rows, key)[0] or key
         counted = meaning == "max_steps" and "epochs" in facts

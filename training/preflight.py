@@ -71,7 +71,7 @@ def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_
         shutil.rmtree(folder, ignore_errors=True)
     if found:
         raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
-                         "write_checkpoint, predict.py's save_lora and read_lora, or library/cli/near_misses.py")
+                         "write_checkpoint, predict.py's save_lora and read_lora, or training/best_step.py")
 
 
 def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta):

@@ -28,6 +28,7 @@ from diffusers import QwenImageTransformer2DModel
 import common
 from common import InputError, first_words
 from library.files import sniff
+from library.files.stray_files import near_path
 from library.models import model_files
 from rope_patch import blocks_of
 
@@ -66,7 +67,8 @@ def error_of(path, what, remedy):
 def open_file(path):
     """-> the file, mapped by safetensors. InputError says what it is instead."""
     if not Path(path).is_file():
-        raise error_of(path, "no file of that name", "check it (of the hub: hf download REPO FILE --local-dir .)")
+        raise error_of(path, "no file of that name",
+                       f"{near_path(path)} (of the hub: hf download REPO FILE --local-dir .)")
     return sniff.open_file(path, functools.partial(error_of, path), REMEDY)
 
 
