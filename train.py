@@ -756,7 +756,7 @@ try:
                     say(*step_lines(record, left))
                 if step == first_step + 1:
                     say("the curves, in a browser: "
-                        + common.shell_command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
+                        + common.shell_command(["python", "tools/page.py", out_dir, "--watch"]))
         if save_now: # what is saved is what all processes have. (Behind the log: if one has died, the first one saves)
             failures.compare_loras(out_dir, step, lora.values())
             late = common.on_first_process(partial(failures.save_or_warn, save_checkpoint, out_dir, step, late,

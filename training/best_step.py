@@ -328,6 +328,6 @@ def next_commands(args, out_dir, default):
         if len(names) == len(best_steps(out_dir)): # by all measures
             chosen = folder
     draw = common.shell_command(["python", "predict.py", *flags, "--lora", chosen, *args.sample_lora])
-    look = common.shell_command(["python", "tools/page.py", out_dir, "--data", *args.data])
+    look = common.shell_command(["python", "tools/page.py", out_dir])
     return [*lines, "next:", f"  {draw} --image CONTROL.png --prompt \"...\"", f"  {look}",
             f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(chosen / lora_paths.LORA_FILE)!r})"]
