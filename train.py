@@ -147,8 +147,8 @@ import cache
 import predict
 from library.lora import base_model, foreign_loras
 from library.models import devices
-from training import failures, memory_fit, plan, preflight, resume, run_log, validation
-from training.run_log import Log
+from training import failures, memory_fit, plan, preflight, resume, validation
+from training.run_log import Log, open_tracker
 from rope_patch import blocks_of, checkpoint_blocks, plan_packs, run_packed
 
 # --plan works without a network, too: of a published model it knows the configs. It plans such a model for a card.
@@ -375,7 +375,7 @@ def save_checkpoint(step):
     write_checkpoint(path, step, optimizer)
     common.sync_folder(out_dir)
     with failures.warn_on_failure("old checkpoints"):
-        best_step.remove_others(out_dir, [*checkpoints(out_dir)[-args.keep:], path])
+        run_folder.remove_checkpoints(out_dir, newest=[*checkpoints(out_dir)[-args.keep:], path])
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
@@ -526,15 +526,12 @@ def validate(step):
     finally:
         transformer.train()
     if rank == 0 and val_loss is not None:
-        record, sheets = drawn or (dict(psnr={}, pictures=[]), {})
+        logged, sheets = drawn or (dict(psnr={}, pictures=[]), {})
+        record = dict(step=step, val_loss=val_loss, pairs=len(val_samples), val_key=drawer.val_key, **logged)
         with failures.warn_on_failure("the log"):
-            # what this loss may be compared with; drawer says it of its pictures
-            record["loss_of"] = best_step.loss_of(val_samples, args)
-            log.write(dict(step=step, val_loss=val_loss, val_losses=[round(x, 5) for x in losses.tolist()], **record,
-                           seconds=round(clock() - begun, 4)))
-            say(best_step.describe(out_dir))
-        with failures.warn_on_failure("--tracker"):
-            track(step, dict(val_loss=val_loss), sheets)
+            log.write(record | dict(seconds=round(clock() - begun, 4)), ["val_loss"], sheets)
+            say(*best_step.describe(best_step.read_validations(out_dir)))
+            run_folder.remove_pictures(out_dir)
 
 # ==== THE RUN =========================================================================================================
 
@@ -651,9 +648,7 @@ if rank == 0:
     kept = resume.continue_log(out_dir, step, around) if args.resume else []
     begin = json.dumps(dict(command=sys.argv, flags=vars(args), **around, started=time.time()), default=str)
     write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
-    log = Log(out_dir / "log.jsonl")
-    with failures.fail_as_input_error(f"--tracker {args.tracker}"):
-        track = run_log.open_tracker(args.tracker, out_dir, step, config)
+    log = Log(out_dir / "log.jsonl", open_tracker(args.tracker, out_dir, step, config))
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
@@ -666,10 +661,12 @@ signals_seen = signals.enter_context(common.catch_signals())
 # step waits its turn.)
 loaded_steps = common.run_ahead(load_step, range(step, args.max_steps), most=0 if encoders else 1)
 
+watch = common.shell_command(["python", "tools/page.py", out_dir, "--watch"])
+say(f"the curves, in a browser: {watch}")
 bar = common.progress("training", total=args.max_steps, initial=step, unit="step")
 first_step = step
 begun = time.monotonic()
-marks, late = [], 0 # late: the step whose checkpoint the disk has refused, until one is written
+versions_before, late = [], 0 # late: the step whose checkpoint the disk has refused, until one is written
 try:
     while step < args.max_steps and not stop:
         # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
@@ -685,8 +682,8 @@ try:
         # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a
         # mean is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
         sample_losses = torch.zeros(len(picks), device=args.device)
-        failed = []
-        with failures.catch_into(failed):
+        failure = None
+        try:
             for pack, items in passes:
                 # Only --lora_dropout is random here. Each pack has a seed of its own, so a resumed run drops the same
                 # inputs; other packs or processes drop others.
@@ -696,17 +693,19 @@ try:
                 (sum(losses) / len(picks)).backward()
                 for place, loss in zip(pack, losses, strict=True):
                     sample_losses[place].add_(loss.detach()) # (which an idle pass leaves as it is)
-        if any(isinstance(e, torch.OutOfMemoryError) for e in failed): # (in place: what it holds is free then)
-            failed[:] = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
-                                    f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
-                                    "sample --target_pixels), or raise the second, then --resume")]
-        if failed and (world_size == 1 or args.fsdp): # --fsdp: the others wait in a block, until torchrun ends them
-            raise failed[0]
+        except torch.OutOfMemoryError: # (what it holds is free behind this block)
+            failure = step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
+                                 f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
+                                 "sample --target_pixels), or raise the second, then --resume")
+        except (Exception, SystemExit) as e:
+            failure = e
+        if failure and (world_size == 1 or args.fsdp): # --fsdp: the others wait in a block, until torchrun ends them
+            raise failure
 
         # One all-reduce carries all that the processes share. If one has failed, all leave.
-        sample_losses, stop = sum_over_processes(sample_losses, math.inf if failed else len(signals_seen))
+        sample_losses, stop = sum_over_processes(sample_losses, math.inf if failure else len(signals_seen))
         if stop == math.inf:
-            raise failed[0] if failed else SystemExit(1)
+            raise failure or SystemExit(1)
         loss = sum(sample_losses) / len(sample_losses)
 
         # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
@@ -728,7 +727,7 @@ try:
         # numbers. (Python's and numpy's are not seeded: training/preflight.py refuses an optimizer that draws those.) The
         # step and its number are one statement: whatever fails before or after it, the weights are what `step` says.
         torch.manual_seed(seed_of("optimizer", step))
-        marks = failures.versions_of(optimizer, step)
+        versions_before = failures.versions_of(optimizer, step)
         _, step = optimizer.step(), step + 1
         optimizer.zero_grad(set_to_none=True)
         seconds = clock() - t0
@@ -738,36 +737,30 @@ try:
         at_end = step == args.max_steps or stop
         save_now = at_end or validation_due(step) or step % args.save_every == 0 or late
         if rank == 0:
-            with failures.warn_on_failure("the log"):
+            with failures.warn_on_failure("the log or the bar"):
                 record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                               tokens=sum(p.tokens for p in picks), memory=round(devices.memory_of(args.device), 3))
                 record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
                 record["timesteps"] = [round(p.s.item(), 4) for p in picks]
                 record["losses"] = [round(x, 5) for x in sample_losses]
-                log.write(record, sync=save_now)
-                with failures.warn_on_failure("--tracker"):
-                    track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
-                with failures.warn_on_failure("the progress bar"):
-                    bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
-                    bar.update()
+                log.write(record, ["loss", "lr", "grad_norm"], sync=save_now)
                 # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
                 if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
                     left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
                     say(*step_lines(record, left))
-                if step == first_step + 1:
-                    say("the curves, in a browser: "
-                        + common.shell_command(["python", "tools/page.py", out_dir, "--watch"]))
+                bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
+                bar.update()
         if save_now: # what is saved is what all processes have. (Behind the log: if one has died, the first one saves)
             failures.compare_loras(out_dir, step, lora.values())
             late = common.on_first_process(partial(failures.save_or_warn, save_checkpoint, out_dir, step, late,
                                                    args.save_every, at_end))
 except BaseException as e: # whatever ends the loop, what was learned is saved first
-    failures.save_the_rest(save_checkpoint, out_dir, step, e, marks, optimizer)
+    failures.save_the_rest(save_checkpoint, out_dir, step, e, versions_before, optimizer)
     raise
 finally:
     if rank == 0:
         log.flush()
-    with failures.warn_on_failure("the progress bar"):
+    with failures.warn_on_failure("the log or the bar"):
         bar.close()
 
 # ---- the end: if a kill interrupts it, --resume repeats it -----------------------------------------------------------
@@ -786,7 +779,7 @@ else:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
     with failures.warn_on_failure("the next commands"):
-        say(*best_step.next_commands(args, out_dir, parser.get_default))
+        say(*run_folder.next_commands(args, out_dir, parser.get_default))
 if rank == 0 and not log.flush():
     say(f"warning: {log.path}: its last {len(log.waiting)} lines could not be written")
 signals.close()

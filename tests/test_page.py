@@ -179,7 +179,8 @@ def test_what_is_not_there_yet_has_a_sentence_and_no_chart(tmp_path):
     said, charts, slider = page_of(write_log(tmp_path / "b", toy_log()))
     assert "none yet" not in said and "--val_data DIR" in said and charts == ["Training loss"]
     said, charts, slider = page_of(make_run(tmp_path / "c", steps=470, every=470))
-    assert "more with --sample_every N" in said and "--val_data" not in said and len(charts) == 1 and not slider
+    assert "more with --sample_every N" in said and "--val_data DIR" not in said and len(charts) == 1 and not slider
+    assert "Too few held-out pairs to tell steps apart: 1" in said
     marks = re.findall(r'<span class="x"[^>]*>([^<]*)', (tmp_path / "c/index.html").read_text("utf-8"))
     assert marks == ["0", "200", "470"] # the last step has a mark of its own, 400 is too near
     said, charts, slider = page_of(make_run(tmp_path / "d", steps=400, every=200))
@@ -276,7 +277,7 @@ def test_a_resumed_log_has_its_last_flags_and_an_earlier_set_of_validations_is_l
     """Of an earlier --val_data the pictures are no longer in samples/, and its numbers are not compared."""
     run = make_run(tmp_path / "run", lr=1)
     shown = dict(file="other/0.png", prompt="z", controls=1, psnr=[1, 2, 3, 4])
-    add_lines(run, dict(flags=dict(lr=2)), validation(250, 0.5, [shown], val_key="b", loss_of={}, psnr_of={}))
+    add_lines(run, dict(flags=dict(lr=2)), validation(250, 0.5, [shown], val_key="b"))
     draw_page(run)
     read = Reader(run / "index.html")
     assert page.read_log(run).flags["lr"] == 2
@@ -386,7 +387,8 @@ def test_fuzz_of_a_log(tmp_path, capsys):
     def case(damaged):
         lines = damaged if isinstance(damaged, list) else [damaged]
         (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-        best_step.describe(run), best_step.steps_to_keep(run), best_step.better_checkpoints(run)
+        validations = best_step.read_validations(run)
+        best_step.describe(validations), best_step.steps_to_keep(validations), best_step.better_steps(validations)
         resume.clean_folder(run, 10)
         (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         page.make_page(run, run / "index.html")

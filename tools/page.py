@@ -287,7 +287,7 @@ def pictures(run, page):
     validations is left out: the base's pictures and the targets in samples/ are of the newest set."""
     pairs, steps, sizes = {}, set(), sizes_of(run.folder) # pairs: {(prompt, file): drawn, as for pair_card}
     for record in run.compared["mean PSNR"]:
-        for picture in record.get("pictures", []):
+        for picture in record["pictures"]:
             pairs.setdefault((picture["prompt"], picture["file"]), {})[record["step"]] = picture
             if f"step_{record['step']:06d}/{picture['file']}" in sizes:
                 steps.add(record["step"])
@@ -305,6 +305,8 @@ def pictures(run, page):
                   "LoRA makes of them. predict.py --image draws any picture with it.")
     if earlier := len(run.validations) - len(run.compared["validation loss"]):
         remark += f" Not compared and not shown: {earlier} earlier validations, which were made of other things."
+    if few := best_step.few_pairs(run.validations):
+        remark += f" {few[0].upper()}{few[1:]}."
     rest = fold(f"{len(cards) - SHOWN} more pictures", *cards[SHOWN:]) if cards[SHOWN:] else None
     return section("Validation pictures", bar, *cards[:SHOWN], rest, detail(remark), id="pictures")
 

@@ -24,7 +24,7 @@ from common import InputError, first_words, on_first_process, rank
 from library.files.tensor_files import read_tensors
 from library.lora.lora_paths import LORA_FILE
 from rope_patch import blocks_of
-from training import best_step
+from training import run_folder
 from training.optimizers import averaged_weights
 from training.resume import (OPTIMIZER_FILE, copies_of, load_optimizer, read_checkpoint, save_optimizer, some_of,
                              take_steps, trial)
@@ -36,7 +36,7 @@ FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionTy
 def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty, default):
     """InputError if an optimizer of --optimizer would not resume to the bit, or if the files of this run could not be
     used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA; default: as for
-    hints.next_commands. All others are train.py's. Nothing is changed."""
+    run_folder.next_commands. All others are train.py's. Nothing is changed."""
     if len({group["lr"] for group in optimizer.param_groups}) > 1:
         raise InputError(f"{out_dir}: the optimizer's groups of parameters have several learning rates, and the loop "
                          "sets one for all; let it multiply them, or put all into one group")
@@ -62,7 +62,7 @@ def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_
             trained, scales, firsts = write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta)
         try:
             found = find_wrong(folder, args.optimizer, trained, scales, firsts, load_empty())
-            best_step.next_commands(args, folder, default)
+            run_folder.next_commands(args, folder, default)
         except InputError as e: # which names a file that will not be there
             found = first_words(e).removeprefix("error: ")
     except Exception as e: # of code that a person has changed, which can fail in any way
@@ -71,7 +71,7 @@ def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_
         shutil.rmtree(folder, ignore_errors=True)
     if found:
         raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
-                         "write_checkpoint, predict.py's save_lora and read_lora, or library/cli/near_misses.py")
+                         "write_checkpoint, predict.py's save_lora and read_lora, or training/run_folder.py's next_commands")
 
 
 def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta):

@@ -89,8 +89,8 @@ def digest(text, names=None):
 
 # ---- trainings -------------------------------------------------------------------------------------------------------
 
-LOSS = "load_item", "predict_velocity", "flow_loss" # of train.py: what a validation's loss is computed by
-RECIPE = *LOSS, "pick", "pick_timestep", "ask_base", "learning_rate" # and what else decides a training
+# functions of train.py: what decides a training
+RECIPE = "load_item", "predict_velocity", "flow_loss", "pick", "pick_timestep", "ask_base", "learning_rate"
 
 
 def training(names):
