@@ -116,8 +116,7 @@ def test_what_train_writes_is_shown(tmp_path, small):
     is in the page, for whoever gets it."""
     run = tmp_path / "it's a run"
     result = run_script("train.py", *small.flags, "--val_data", small.folder / "data", "--sample_every", 2,
-                        "--max_steps", 3, "--out_dir", run, "--lora_args", "use_rslora=true",
-                        "init_lora_weights=gaussian")
+                        "--max_steps", 3, "--out_dir", run, "--lora_args", "use_rslora=true")
     assert result.status == 0, result.err
     with open(run / "log.jsonl", "a", encoding="utf-8") as f:
         f.write('{"step": 4, "lo')
@@ -126,12 +125,9 @@ def test_what_train_writes_is_shown(tmp_path, small):
     read = Reader(run / "index.html")
     lora = next(picture for picture in read.pictures if picture["data-name"] == "LoRA")
     assert json.loads(lora["data-at"]) == {str(n): f"samples/step_{n:06d}/data/0.png" for n in (2, 3)}
-    names = [picture["data-name"] for picture in read.pictures]
-    assert names[:2] == ["control", "base"] and [name for name in names[2:5] if name != "LoRA, best"][0] == "LoRA"
     assert "add a red border" in read.texts["h3"] and any("step 3 of 3; finished" in text for text in read.texts["p"])
     given, others = (run / "index.html").read_text("utf-8").split("<details>")
-    rows = [text for text in read.texts["tr"] if text.startswith("--")]
-    assert "--max_steps3" in rows and "--lora_argsuse_rslora=True init_lora_weights=gaussian" in rows
+    assert {"--max_steps3", "--lora_argsuse_rslora=True"} <= {*read.texts["tr"]}
     assert "--max_steps" in given and "--lora_dropout" in others and "--lora_dropout" not in given
     assert str(tmp_path) not in given + others and str(small.folder) not in given + others
 
@@ -204,22 +200,13 @@ def test_the_mean_of_the_loss_lies_within_its_band(tmp_path, steps):
     lower, upper = band[:len(line)], band[len(line):][::-1]
     assert (lower[:, 0] == line[:, 0]).all() and (upper[:, 0] == line[:, 0]).all()
     assert (lower[:, 1] <= line[:, 1] + 1e-6).all() and (line[:, 1] <= upper[:, 1] + 1e-6).all()
-    size = -(-steps // page.COLUMNS) # that many steps are one point
+    # the extremes stay, and all points are of as many steps: else the band would become a line in mid-chart
+    assert np.isclose([lower[:, 1].min(), upper[:, 1].max()], [losses.min(), losses.max()], rtol=1e-5).all()
+    size = -(-steps // page.COLUMNS)
     assert len(line) == -(-steps // size) and np.isclose(line[0, 1], losses[:size].mean(), rtol=1e-5)
     assert np.isclose(ends_of(run / "index.html")["Training loss", "mean"], line[-1, 1], rtol=0.01)
     if size > 4: # it is smooth
         assert np.abs(np.diff(line[-20:, 1])).mean() < np.abs(np.diff(losses[-100:])).mean() / 2
-
-def test_a_long_curve_is_thinned_out_and_keeps_its_extremes():
-    x, y = np.arange(1.0, 100_001), np.zeros(100_000)
-    y[77_777], y[33_333] = 9, -9
-    thin_x, least, mean, greatest = page.thin(x, y)
-    assert len(thin_x) == page.COLUMNS and greatest.max() == 9 and least.min() == -9
-    assert abs(x[77_777] - thin_x[greatest.argmax()]) < 2000 and abs(mean).max() < 0.1
-    assert all(np.array_equal(values, y[:60]) for values in page.thin(x[:60], y[:60])[1:]) # few are left alone
-    for points in (90, 119, 61): # all columns are of as many points: else a band would become a line in mid-chart
-        thin_x, least, _, greatest = page.thin(np.arange(points), np.arange(points))
-        assert set((greatest - least)[:-1]) == {1} and len(thin_x) <= page.COLUMNS
 
 def test_the_two_losses_are_drawn_apart_unless_the_log_has_both_at_the_same_noise_levels(tmp_path):
     for name, more in (("run", {}), ("both", dict(train_loss=0.5))):
@@ -320,8 +307,7 @@ def test_of_deleted_steps_only_the_numbers_are_left(tmp_path):
     run = make_run(tmp_path / "run")
     shutil.rmtree(run / "samples/step_000050")
     draw_page(run)
-    slider, = [json.loads(a["data-steps"]) for tag, a in Reader(run / "index.html").tags if "data-steps" in a]
-    assert slider == [100, 150, 200]
+    assert "[100, 150, 200]" in [a["data-steps"] for _, a in Reader(run / "index.html").tags if "data-steps" in a]
     shutil.rmtree(run / "samples")
     draw_page(run)
     assert "add a border" in Reader(run / "index.html").texts["h3"]
@@ -329,12 +315,10 @@ def test_of_deleted_steps_only_the_numbers_are_left(tmp_path):
 def test_watching_writes_the_page_again_as_the_log_grows_until_the_end(tmp_path, monkeypatch):
     """A folder without a log is waited for. The terminal tells it when it begins and when it ends."""
     run = make_run(tmp_path / "run")
-    lines = (run / "log.jsonl").read_text("utf-8").splitlines(keepends=True)
+    file, left, seen = run / "index.html", (run / "log.jsonl").read_text("utf-8").splitlines(keepends=True), []
     (run / "log.jsonl").unlink()
-    seen, left = [], lines
 
     def sleep(seconds):
-        file = run / "index.html"
         seen.append(file.stat().st_mtime_ns if file.exists() else 0)
         assert not file.exists() or "data-reload" in file.read_text("utf-8")
         if len(seen) % 2: # half of the time there is nothing new
@@ -346,7 +330,7 @@ def test_watching_writes_the_page_again_as_the_log_grows_until_the_end(tmp_path,
     monkeypatch.setattr(time, "sleep", sleep)
     result = draw_page(run, "--watch")
     assert seen[0] == 0 and len(seen) == 10 and len(set(seen)) == 6
-    text = (run / "index.html").read_text("utf-8")
+    text = file.read_text("utf-8")
     assert result.out.count("open it") == 2 and re.search(r"; finished \d", text)
     assert "data-reload" not in text and "data-made" not in text # it is final
 
@@ -370,14 +354,6 @@ def test_a_picture_outside_of_the_run_s_folder_is_not_shown(tmp_path, name):
     read = Reader(run / "index.html")
     assert len(read.pictures) == 4 and all("/val/0.png" in picture["src"] for picture in read.pictures)
 
-def test_samples_that_lie_elsewhere_are_not_the_run_s(tmp_path):
-    """A whole folder of another place, linked under the run's own name."""
-    run = make_run(tmp_path / "run", files=["val/0.png"], prompts=["x"])
-    (run / "samples").rename(tmp_path / "private")
-    (run / "samples").symlink_to(tmp_path / "private")
-    draw_page(run)
-    assert not Reader(run / "index.html").pictures
-
 def test_fuzz_of_a_log(tmp_path, capsys):
     """The page is drawn of the other lines; --keep, the best step and --resume read the same log."""
     from training import resume
@@ -396,19 +372,21 @@ def test_fuzz_of_a_log(tmp_path, capsys):
 
 def test_a_log_that_is_a_link_is_not_followed_nor_a_page(tmp_path):
     """A DONE that leads elsewhere says nothing. A page replaces the link at its place, not the file behind that."""
-    other, run = make_run(tmp_path / "other"), make_run(tmp_path / "run")
-    (other / "DONE").touch()
-    draw_page(other)
-    before = (other / "index.html").read_bytes()
-    (run / "DONE").symlink_to(other / "DONE")
-    (run / "index.html").symlink_to(other / "index.html")
+    run, log = make_run(tmp_path / "run"), tmp_path / "run/log.jsonl"
+    other = tmp_path / "theirs"
+    other.write_bytes(b"theirs")
+    (run / "DONE").symlink_to(other)
+    assert not page.read_log(run).done
+    draw_page(run, "--out", tmp_path / "page.html")
+    (run / "index.html").symlink_to(tmp_path / "page.html")
+    before = (tmp_path / "page.html").read_bytes()
+    add_lines(run, validation(250))
     draw_page(run)
-    assert not page.read_log(run).done and (other / "index.html").read_bytes() == before
-    assert not (run / "index.html").is_symlink() and Reader(run / "index.html").texts["h1"] == ["run"]
-    (run / "log.jsonl").unlink()
-    (run / "log.jsonl").symlink_to(other / "log.jsonl")
+    assert (tmp_path / "page.html").read_bytes() == before and not (run / "index.html").is_symlink()
+    log.rename(tmp_path / "log")
+    log.symlink_to(tmp_path / "log")
     result = run_script("tools/page.py", run)
-    assert result.status == 1 and is_one_line(result.errors[-1], run / "log.jsonl", "link")
+    assert result.status == 1 and is_one_line(result.errors[-1], log, "link")
 
 def test_a_log_of_pictures_that_are_not_there_costs_no_more_than_its_size(tmp_path):
     """60 validations name 100 pictures each, with 100 controls: 600,000 places, none of which is asked for."""
@@ -424,13 +402,17 @@ def test_a_log_of_pictures_that_are_not_there_costs_no_more_than_its_size(tmp_pa
     assert [picture["src"] for picture in Reader(run / "index.html").pictures] == ["samples/control_99/val/5.png"]
 
 def test_a_link_in_samples_is_shown_if_it_leads_to_a_place_there(tmp_path):
-    """As the hub's snapshots have them; one file that is named many times is opened once."""
-    run = make_run(tmp_path / "run", steps=10, every=10, files=["val/0.png"])
-    target = run / "samples/target/val/0.png"
+    """As the hub's snapshots have them. But samples/ itself may not lead to another place."""
+    run = make_run(tmp_path / "run", steps=10, every=10)
+    target = run / "samples/target/val/000.png"
     target.rename(target.with_name("1.png"))
     target.symlink_to("1.png")
     draw_page(run)
-    assert "samples/target/val/0.png" in [picture["src"] for picture in Reader(run / "index.html").pictures]
+    assert "samples/target/val/000.png" in [picture["src"] for picture in Reader(run / "index.html").pictures]
+    (run / "samples").rename(tmp_path / "private")
+    (run / "samples").symlink_to(tmp_path / "private")
+    draw_page(run)
+    assert not Reader(run / "index.html").pictures
 
 def test_a_log_of_gigabytes_is_not_read(tmp_path, monkeypatch):
     run = write_log(tmp_path / "run", toy_log(2))
@@ -493,11 +475,9 @@ def test_the_slider_and_the_arrows_change_the_step(tmp_path, view):
     assert lora_at(tab, 1) == ("samples/step_000100/val/001.png", "step 100: 11.0 dB")
     assert tab.locator("main .bar output").text_content() == "100"
     assert tab.locator(".now").first.evaluate("line => line.style.left") == "50%"
-    tab.keyboard.press("ArrowLeft")
-    assert lora_at(tab) == ("samples/step_000050/val/000.png", "step 50: 5.0 dB")
-    tab.keyboard.press("ArrowLeft") # there is none before
-    tab.keyboard.press("ArrowRight")
-    assert lora_at(tab) == ("samples/step_000100/val/000.png", "step 100: 10.0 dB")
+    for key, step in (("ArrowLeft", 50), ("ArrowLeft", 50), ("ArrowRight", 100)): # there is none before 50
+        tab.keyboard.press(key)
+        assert lora_at(tab) == (f"samples/step_{step:06d}/val/000.png", f"step {step}: {step / 10} dB")
     assert tab.locator("img[data-name=base]").first.get_attribute("src") == "samples/base/val/000.png"
 
 @pytest.mark.parametrize("validations", [1, 5, 40])
@@ -544,6 +524,9 @@ def test_the_best_step_s_pictures_stand_beside_those_of_the_slider_s_step(tmp_pa
     assert shown() == [150, 150]
     plot = tab.locator("figure.chart", has_text="PSNR").locator(".plot")
     assert plot.locator("path.peak.dot").get_attribute("d") == "M150,-25.5h0"
+    plot.hover(position=dict(x=plot.bounding_box()["width"] * 0.5, y=50)) # the numbers under the pointer
+    said = tab.locator(".chart output").nth(2).text_content()
+    assert re.fullmatch(r"step (99|100|101) . LoRA 10.5 . base 12.0 . VAE alone 40.0", said), said
     plot.click(position=dict(x=plot.bounding_box()["width"] * 0.26, y=50)) # near step 50
     assert shown() == [150, 50] and -1 < tab.locator("#pictures").bounding_box()["y"] < 900
 
@@ -591,10 +574,10 @@ def test_a_watched_page_loads_itself_again_and_a_reader_keeps_the_place(tmp_path
     run = make_run(tmp_path / "run", prompts=[f"edit {n}" for n in range(9)])
     file = run / "index.html"
 
-    def write(mark):
+    def write(title):
         page.make_page(run, file, watched=True)
         text = re.sub('data-reload="[0-9]+"', 'data-reload="1"', file.read_text("utf-8"))
-        file.write_text(text.replace("<h1>run", f"<h1>{mark}"), "utf-8")
+        file.write_text(text.replace("<h1>run", f"<h1>{title}"), "utf-8")
 
     def evaluate(what, script):
         while True: # a reload takes the page away from under a script
@@ -602,77 +585,37 @@ def test_a_watched_page_loads_itself_again_and_a_reader_keeps_the_place(tmp_path
                 return what.evaluate(script)
             except Exception as e:
                 assert "context was destroyed" in str(e), e
+
+    def becomes(title):
+        until(lambda: tab.locator("h1").text_content() == title, seconds=20)
+
+    def stays(title):
+        time.sleep(2.5)
+        assert tab.locator("h1").text_content() == title
     write("one")
     tab = view(file)
-    until(lambda: re.fullmatch(r"updated \d+ s ago", tab.locator(".live").text_content()), seconds=10)
     tab.locator("summary").first.click()
     evaluate(tab.locator("main input.step"), "bar => { bar.value = 1; bar.dispatchEvent(new Event('input')) }")
     evaluate(tab, "scrollTo(0, 1500)")
     write("two")
-    until(lambda: tab.locator("h1").text_content() == "two", seconds=10)
-    until(lambda: evaluate(tab, "scrollY") == 1500, seconds=10)
-    assert tab.locator("details").first.get_attribute("open") is not None
-    assert tab.locator("details").last.get_attribute("open") is None
+    becomes("two")
+    until(lambda: evaluate(tab, "scrollY") == 1500, seconds=20)
+    assert [fold.get_attribute("open") is None for fold in tab.locator("details").all()] == [False, True]
     assert tab.locator("main .bar output").text_content() == "100"
+    assert re.fullmatch(r"updated \d+ s ago", tab.locator(".live").text_content())
     tab.locator("img[data-name=LoRA]").nth(2).click()
     write("three")
-    time.sleep(2.5)
-    assert tab.locator("dialog").is_visible() and tab.locator("h1").text_content() == "two"
+    stays("two")
     tab.keyboard.press("Escape")
-    until(lambda: tab.locator("h1").text_content() == "three", seconds=10)
+    becomes("three")
     evaluate(tab, "getSelection().selectAllChildren(document.querySelector('h2'))")
     write("four")
-    time.sleep(2.5)
-    assert tab.locator("h1").text_content() == "three"
+    stays("three")
     (run / "DONE").touch()
     write("five")
     evaluate(tab, "getSelection().empty()")
-    until(lambda: tab.locator("h1").text_content() == "five", seconds=10)
+    becomes("five")
     assert tab.locator(".live").count() == 0
-    file.write_text(file.read_text("utf-8").replace("five", "six"), "utf-8")
-    time.sleep(2.5)
-    assert tab.locator("h1").text_content() == "five"
-
-def test_a_browser_asks_only_for_pictures_that_are_seen(tmp_path, view):
-    """Of 40 validations with 24 pictures; also when the step changes. (Chromium loads some 2,000 pixels ahead.)"""
-    run = make_run(tmp_path / "run", steps=400, every=10, prompts=[f"edit {n}" for n in range(24)])
-    draw_page(run)
-    tab = view(run / "index.html")
-    asked = "performance.getEntriesByType('resource').filter(entry => entry.name.endsWith('.png')).length"
-    loaded = "[...document.querySelectorAll('main img')].filter(image => image.complete).length"
-    assert tab.locator("main img").count() == 24 * 4
-    assert tab.evaluate(loaded) <= 6 * 4
-    tab.keyboard.press("ArrowLeft")
-    time.sleep(1)
-    assert 0 < tab.evaluate(loaded) <= 6 * 4 and tab.evaluate(asked) <= 6 * 5
-
-@pytest.mark.parametrize("scheme, colour", [("dark", "#161616"), ("light", "#ffffff")])
-def test_a_picture_of_the_pages_colour_has_a_hairline(tmp_path, view, scheme, colour):
-    run = make_run(tmp_path / "run")
-    Image.new("RGB", (64, 48), colour).save(run / "samples/target/val/000.png")
-    draw_page(run)
-    tab = view(run / "index.html", scheme=scheme)
-    for open_it in (False, True): # in the page, and alone
-        if open_it:
-            tab.locator("img[data-name=target]").click()
-        place = tab.locator(".stage" if open_it else "img[data-name=target]")
-        place.scroll_into_view_if_needed()
-        time.sleep(0.3)
-        box = place.bounding_box()
-        clip = dict(x=box["x"] + box["width"] * 0.9 - 4, y=box["y"] - 4, width=8, height=8)
-        pixels = np.asarray(Image.open(io.BytesIO(tab.screenshot(clip=clip))).convert("L"), int)[:, 4]
-        assert max(abs(pixels - pixels[0])) > 40, pixels
-
-def test_the_numbers_under_the_pointer_are_those_of_the_log(tmp_path, view):
-    run = make_run(tmp_path / "run")
-    draw_page(run)
-    tab = view(run / "index.html")
-    plot = tab.locator(".plot").nth(2) # PSNR
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    tab.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50)
-    said = tab.locator(".chart output").nth(2).text_content()
-    assert re.fullmatch(r"step (99|100|101) . LoRA 10.0 . base 12.0 . VAE alone 40.0", said), said
 
 def test_a_curve_is_drawn_at_the_marks_of_its_numbers(tmp_path, view):
     """The LoRA's PSNR ends at step 200 with 20 dB. Of many steps a loss that is far from 0."""
@@ -690,41 +633,38 @@ def test_a_curve_is_drawn_at_the_marks_of_its_numbers(tmp_path, view):
             for axis, text in (("x", x), ("y", y))]
         assert abs(end[0] - across[0]) < 1 and abs(end[1] - up[1]) < 1
 
-def test_an_attack_does_nothing_in_a_browser_and_pictures_of_any_name_are_shown(tmp_path, view):
+@pytest.mark.parametrize("scheme, ground", [("light", "rgb(255, 255, 255)"), ("dark", "rgb(22, 22, 22)")])
+def test_an_attack_does_nothing_in_a_browser_also_on_a_phone_and_in_the_dark(tmp_path, view, scheme, ground):
+    """Pictures of any name are shown, with a hairline around them, as one may have the page's colour."""
     run = make_run(tmp_path / ODD_NAME, prompts=ATTACKS, files=[f"{ODD_NAME}/{n} #.png" for n in range(len(ATTACKS))],
-                   model=ATTACKS[0], data=[ATTACKS[1]])
+                   model="y" * 100, data=[ATTACKS[1], "x" * 200], controls=2)
     draw_page(run)
-    tab = view(run / "index.html")
+    tab = view(run / "index.html", 390, scheme)
     tab.evaluate("document.querySelectorAll('img').forEach(image => { image.loading = 'eager' })")
     wait_for_pictures(tab, "main img")
-    assert tab.locator("article h3").all_text_contents()[:len(ATTACKS)] == list(map(printable, ATTACKS))
+    assert tab.locator("article h3").all_text_contents() == list(map(printable, ATTACKS))
     tab.locator("summary").first.click()
     for button in tab.locator(".tile button").all()[::4]:
         button.click()
         assert tab.locator(".prompt").text_content() in map(printable, ATTACKS)
+        assert tab.evaluate("document.querySelector('dialog').scrollWidth") <= 390
         tab.keyboard.press("Escape")
     assert tab.evaluate("window.hit") is None and tab.locator("script").count() == 1
-
-def test_a_phone_and_the_dark_are_provided_for(tmp_path, view):
-    run = make_run(tmp_path / "run", prompts=ATTACKS, data=["x" * 200], model="y" * 100, controls=2)
-    draw_page(run)
-    grounds = []
-    for scheme in ("light", "dark"):
-        tab = view(run / "index.html", 390, scheme)
-        assert tab.evaluate("document.documentElement.scrollWidth") == 390
-        assert tab.locator("img:not([alt])").count() == 0
-        grounds.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
-        tab.locator(".tile button").first.click()
-        assert tab.evaluate("document.querySelector('dialog').scrollWidth") <= 390
-    assert grounds == ["rgb(255, 255, 255)", "rgb(22, 22, 22)"]
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390 and tab.locator("img:not([alt])").count() == 0
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+    for picture in (".tile img", ".stage"):
+        assert tab.locator(picture).first.evaluate("picture => getComputedStyle(picture).outlineStyle") == "solid"
 
 def test_a_run_of_100_000_steps_opens_in_two_seconds(tmp_path, view):
-    """With 24 pictures at 20 validations. Writing the page takes some seconds, nearly all for the log's JSON."""
+    """With 24 pictures at 20 validations, of which the browser asks only for those that are seen, also when the step
+    changes. (Chromium loads some 2,000 pixels ahead.)"""
     run = make_run(tmp_path / "run", steps=100_000, every=5_000, prompts=[f"edit {n}" for n in range(24)])
-    begin = time.process_time()
     draw_page(run)
-    seconds, size = time.process_time() - begin, (run / "index.html").stat().st_size
     tab = view(run / "index.html")
     opened = tab.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd / 1000")
-    print(f"written in {seconds:.1f} s, {size / 1000:.0f} kB, opened in {opened:.2f} s")
-    assert opened < 2 and size < 600_000 and seconds < 30
+    assert opened < 2 and (run / "index.html").stat().st_size < 600_000
+    loaded = "[...document.querySelectorAll('main img')].filter(image => image.complete).length"
+    assert tab.locator("main img").count() == 24 * 4 and tab.evaluate(loaded) <= 6 * 4
+    tab.keyboard.press("ArrowLeft")
+    time.sleep(1)
+    assert 0 < tab.evaluate(loaded) <= 6 * 4
