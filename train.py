@@ -673,7 +673,7 @@ signals_seen = signals.enter_context(common.catch_signals())
 # step waits its turn.)
 loaded_steps = common.run_ahead(load_step, range(step, args.max_steps), most=0 if encoders else 1)
 
-watch = common.shell_command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data])
+watch = common.shell_command(["python", "tools/page.py", out_dir, "--watch"])
 say(f"the curves, in a browser: {watch}")
 bar = common.progress("training", total=args.max_steps, initial=step, unit="step")
 first_step = step

@@ -206,7 +206,7 @@ def test_a_validation_with_nan_has_no_psnr_and_no_rank_and_the_training_goes_on(
     assert best not in lost and (best is not None) == lora
     assert run_script("tools/page.py", run).status == 0
     text = " ".join(Reader(run / "index.html").texts["p"])
-    assert "NaN or Inf" in text
+    assert f"Steps at which NaN or Inf was computed: {', '.join(map(str, lost))}" in text
 
 def test_a_loss_of_nan_is_said_in_words_and_never_ranked_or_kept(small, tmp_path, monkeypatch):
     run, real_run, real_progress, validations = tmp_path / "run", rope_patch.run_packed, common.progress, []
@@ -239,7 +239,8 @@ def test_a_log_in_which_no_validation_is_finite_ranks_none(tmp_path):
     assert len(validations) == 1 and best_step.describe(validations) == ["best so far: none"]
     assert best_step.steps_to_keep(validations) == set() and best_step.better_steps(validations) == {}
     assert run_script("tools/page.py", tmp_path).status == 0
-    assert "NaN or Inf" in (tmp_path / "index.html").read_text("utf-8")
+    text = (tmp_path / "index.html").read_text("utf-8")
+    assert "Steps at which NaN or Inf was computed: 1<" in text and "Best by" not in text
 
 # ---- what is saved ---------------------------------------------------------------------------------------------------
 

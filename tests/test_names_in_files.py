@@ -238,7 +238,6 @@ ALLOWED = {
         "getattr(args.dtype)": FLAG, "locate(args.optimizer)": "--optimizer, as in train.py",
         "torch.load(io.BytesIO(tensors['optimizer'].numpy()))": "weights_only: plain values and tensors"}},
     "tools/measure.py": {"ends_of": {"re.fullmatch(f'(?s)(.+)({end})')": OWN}},
-    "tools/page.py": {"resume_command": {"re.fullmatch(HARMLESS.get(flag, '(?s).*'))": OWN}},
 }
 
 def test_every_place_where_a_text_becomes_code_or_a_name_is_known():

@@ -256,7 +256,7 @@ def next_commands(args, out_dir, default):
         if value != default(name):
             flags += option(name, value)
     draw = shell_command(["python", "predict.py", *flags, "--lora", lora, *args.sample_lora])
-    look = shell_command(["python", "tools/page.py", out_dir, "--data", *args.data])
+    look = shell_command(["python", "tools/page.py", out_dir])
     return [
         *lines,
         "next:",
