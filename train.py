@@ -636,7 +636,7 @@ preflight.check(args, out_dir, transformer, lora, optimizer, make_optimizer, wri
 # learning rate follow from --seed and the step.
 if checkpoint:
     resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser, args.data)
-    resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
+    resume.load_checkpoint(checkpoint, lora, optimizer, make_optimizer)
     checkpoint = None # frees its tensors
 
 if val_samples: # a validation also draws pictures
@@ -648,9 +648,10 @@ stat_cache.refuse_changed_files(models.values(), hashes.values(), hash_part)
 
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 if rank == 0:
-    kept = resume.continue_log(out_dir, step, around) if args.resume else []
+    log_lines = resume.clean_folder(out_dir, step) if args.resume else []
+    say(*environment.environment_changes("".join(log_lines[:1]), around))
     begin = json.dumps(dict(command=sys.argv, flags=vars(args), **around, started=time.time()), default=str)
-    write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
+    write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in log_lines or [begin]).encode())
     log = Log(out_dir / "log.jsonl")
     with failures.fail_as_input_error(f"--tracker {args.tracker}"):
         track = run_log.open_tracker(args.tracker, out_dir, step, config)
