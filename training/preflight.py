@@ -32,7 +32,7 @@ STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state
 def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty, default):
     """InputError if an optimizer of --optimizer would not resume to the bit, or if the files of this run could not be
     used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA; default: as for
-    hints.next_commands. All others are train.py's. Nothing is changed."""
+    next_commands. All others are train.py's. Nothing is changed."""
     if len({group["lr"] for group in optimizer.param_groups}) > 1:
         raise InputError(f"{out_dir}: the optimizer's groups of parameters have several learning rates, and the loop "
                          "sets one for all; let it multiply them, or put all into one group")
@@ -67,7 +67,7 @@ def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_
         shutil.rmtree(folder, ignore_errors=True)
     if found:
         raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
-                         "write_checkpoint, predict.py's save_lora and read_lora, or library/cli/near_misses.py")
+                         "write_checkpoint, predict.py's save_lora and read_lora, or training/best_step.py")
 
 
 def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta):

@@ -105,10 +105,10 @@ def find_checkpoint(out_dir, args):
             return read_checkpoint(path, args.optimizer)
         except OtherVersion as e: # the other checkpoints are of that version, too
             line = str(e).removeprefix("error: ").split("; ")[0]
-            remedy = "continue with that version"
+            new_run = ""
             if "newer" not in line: # a LoRA of an earlier version can be read
-                remedy += f", or start a new run from its LoRA: {from_its_lora(path)}"
-            raise InputError(f"--resume: {line}; {remedy}")
+                new_run = f", or start a new run from its LoRA: {from_its_lora(path)}"
+            raise InputError(f"--resume: {line}; continue with that version{new_run}")
         except InputError as e:
             say(f"warning: {path} is damaged; trying the checkpoint before it ({first_words(e)})")
     # a run that was killed before its first checkpoint begins again; one killed before its log has left hidden names
