@@ -47,7 +47,9 @@ def find_optimizer(args, parser):
     if args.lr_scheduler != "constant" and has_average(found):
         warn_once(f"warning: --lr_scheduler {args.lr_scheduler}: {args.optimizer} is schedule-free, and its average "
                   "replaces a schedule; give constant")
-    return partial(make, with_ema(found, args.ema) if args.ema else found, args)
+    if args.ema:
+        found = with_ema(found, args.ema)
+    return partial(make, found, args)
 
 
 def make(optimizer_class, args, parameters):

@@ -369,6 +369,7 @@ def refuse_lora(checkpoint, lora):
 
 
 def load_lora(checkpoint, lora):
+    """Fills the parameters with a checkpoint's LoRA, which refuse_lora has looked at."""
     for name, p in names_in_file(lora).items():
         p.data.copy_(checkpoint.lora[name])
 

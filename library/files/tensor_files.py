@@ -86,7 +86,7 @@ def read_tensors(path, meta_key="json", key=None, data=None, note=None):
         raise InputError(f"{path}: holds {meta.get('key')} of version {meta.get('version')}, want {VERSION}; {fix}")
     return tensors, meta
 
-DTYPE = re.compile(r" (torch\.\w+) (?=\[[\d, ]*\]$)") # in a row of rows_of
+DTYPE = re.compile(r" (torch\.\w+)(?= \[[\d, ]*\]$)") # in a row of rows_of
 HALVES = {"torch.float32", "torch.float16", "torch.bfloat16"}
 
 
@@ -121,11 +121,11 @@ def cast_from(written, rows, now):
     """-> the dtypes that a LoRA had before another program has cast all of its tensors; [] for another change. A
     flipped bit cannot look like a cast: the dtype that was written is still a known one, and no tensor has it.
     written, rows: rows_of the file as it was written, and as it is; now: its dtypes."""
-    parts = [DTYPE.split(row) for row in written]
-    if [row[::2] for row in parts] != [DTYPE.split(row)[::2] for row in rows]: # other names or shapes
+    names_and_shapes = [DTYPE.sub("", row) for row in written]
+    if names_and_shapes != [DTYPE.sub("", row) for row in rows]:
         return []
-    before = sorted({row[1] for row in parts})
-    return before if set(before) < HALVES and now.isdisjoint(before) else []
+    before = {dtype for row in written for dtype in DTYPE.findall(row)}
+    return sorted(before) if before < HALVES and now.isdisjoint(before) else []
 
 
 def is_changed(written, found):
