@@ -652,14 +652,15 @@ check_before_training()
 
 # Continue: put LoRA and optimizer back. Order, noise and learning rate follow from --seed and the step.
 if checkpoint:
-    resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
+    resume.load_checkpoint(checkpoint, lora, optimizer, make_optimizer)
     checkpoint = None # frees its tensors
 
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 if rank == 0:
-    kept = resume.continue_log(out_dir, step, around) if args.resume else []
+    log_lines = resume.clean_folder(out_dir, step) if args.resume else []
+    say(*environment.environment_changes("".join(log_lines[:1]), around))
     begin = json.dumps(dict(command=sys.argv, flags=vars(args), **around, started=time.time()), default=str)
-    write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
+    write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in log_lines or [begin]).encode())
     log = Log(out_dir / "log.jsonl", open_tracker(args.tracker, out_dir, step, config))
 
 # ---- the loop --------------------------------------------------------------------------------------------------------

@@ -254,7 +254,7 @@ def test_a_checkpoint_with_holes_is_not_read(tmp_path, made, name):
 def test_a_lora_with_holes_is_not_read(tmp_path):
     """As diffusers writes it, as this project does, and as other programs do."""
     tensor, size = sparse_tensor(1, 2**29)
-    signed = json.dumps({"sha256": tensor_files.NO_DIGEST})
+    signed = json.dumps({"format": tensor_files.FORMAT, "sha256": tensor_files.NO_DIGEST})
     for header in ({}, dict(lora_adapter_metadata=signed), dict(alpha="1")):
         header = {"__metadata__": header, f"{LAYER}.lora_A.weight": tensor}
         path = put_sparse(tmp_path / "x.safetensors", header, size)
@@ -293,7 +293,7 @@ def restored(made, folder):
     names = made.names
     checkpoint = resume.read_checkpoint(folder)
     optimizer = names["make_optimizer"](names["lora"].values())
-    resume.load_checkpoint(checkpoint, names["transformer"], names["lora"], optimizer, names["make_optimizer"])
+    resume.load_checkpoint(checkpoint, names["lora"], optimizer, names["make_optimizer"])
     for p in names["lora"].values():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -306,51 +306,66 @@ def rewrite(folder, change, name="optimizer.safetensors"):
     tensor_files.write_tensors(folder / name, tensors, meta, key)
     return folder
 
-def entry_of(meta, key, place=None):
-    return next(entry for entry in meta["optimizer"] if entry[1] == key and place in (None, entry[0]))
+def pairs_of(meta, place):
+    """The [key, value] pairs of the first param group, or of a parameter's state."""
+    saved = meta["optimizer"]
+    return (saved["param_groups"]["list"][0] if place == "group" else saved["state"][place])["dict"]
 
 def set_entry(place, key, value):
     """It returns a function that puts an entry in the place of the one of that name, or adds it."""
     def change(tensors, meta):
-        meta["optimizer"] = [e for e in meta["optimizer"] if e[:2] != [place, key]] + [[place, key, value]]
+        pairs = pairs_of(meta, place)
+        pairs[:] = [pair for pair in pairs if pair[0] != key] + [[key, value]]
     return change
+
+def set_saved(key, value):
+    return lambda tensors, meta: meta["optimizer"].update({key: value})
 
 FIRST = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
 OWNED = Path(tempfile.mkdtemp()) / "owned"
+COMMAND = {"subprocess.call": ["touch", str(OWNED)]}
 STATES = {
-    "a command": set_entry("self", "x", {"subprocess.call": ["touch", str(OWNED)]}),
-    "a command in a parameter's state": set_entry(FIRST, "exp_avg", {"subprocess.call": ["touch", str(OWNED)]}),
-    "a name": set_entry("group", "lr", {"builtins.max": [1, 2]}),
-    "another kind": set_entry("group", "betas", {"set": [1, 2]}),
-    "two kinds": set_entry("group", "betas", {"list": [1], "tuple": [2]}),
-    "no kind": set_entry("group", "betas", {}),
-    "a method": set_entry("self", "step", 3), "a new attribute": set_entry("self", "evil", 3),
-    "a hook": set_entry("self", "_optimizer_step_pre_hooks", {"dict": []}),
-    "a state": set_entry("self", "state", {"dict": []}), "groups": set_entry("self", "param_groups", {"list": []}),
-    "parameters": set_entry("group", "params", {"list": []}), "a new setting": set_entry("group", "evil", 1),
+    "a command": set_entry("group", "x", COMMAND), "a command in a parameter's state": set_entry(FIRST, "exp_avg", COMMAND),
+    "a command for a state": set_saved("state", COMMAND), "a command for groups": set_saved("param_groups", COMMAND),
+    "a name": set_entry("group", "lr", {"builtins.max": [1, 2]}), "another kind": set_entry("group", "betas", {"set": [1]}),
+    "two kinds": set_entry("group", "betas", {"list": [1], "tuple": [2]}), "no kind": set_entry("group", "betas", {}),
+    "a state": set_saved("state", []), "no state": set_saved("state", {}), "a text for a state": set_saved("state", "x"),
+    "no group": set_saved("param_groups", {"list": []}), "groups that are a number": set_saved("param_groups", 3),
+    "two groups": lambda tensors, meta: meta["optimizer"]["param_groups"]["list"].extend(
+        meta["optimizer"]["param_groups"]["list"]),
+    "no parameters": set_entry("group", "params", {"list": []}),
+    "parameters that are a text": set_entry("group", "params", "x"),
     "a text for a number": set_entry("group", "eps", "1e-8"), "a number for two": set_entry("group", "betas", 0.9),
     "an infinite number": set_entry("group", "weight_decay", math.inf),
-    "NaN": set_entry("group", "eps", math.nan), "a place": set_entry("__class__", "x", 1),
-    "another parameter": set_entry("transformer_blocks.99.x", "step", 1),
-    "a place that is a list": set_entry([], "x", 1),
-    "a key that is a list": set_entry("group", [1], 1), "no tensor of that name": set_entry(
-        FIRST, "exp_avg", {"tensor": ["nothing", False]}),
+    "a huge number": set_entry("group", "weight_decay", 1e300),
+    "a number of many digits": set_entry("group", "weight_decay", 10**400),
+    "NaN": set_entry("group", "eps", math.nan),
+    "another parameter": lambda tensors, meta: meta["optimizer"]["state"].update({"x.99": {"dict": []}}),
+    "a number for a parameter's state": lambda tensors, meta: meta["optimizer"]["state"].update({FIRST: 3}),
+    "a key that is a list": set_entry("group", {"list": []}, 1),
+    "no tensor of that name": set_entry(FIRST, "exp_avg", {"tensor": ["nothing", False]}),
     "a path that is no text": set_entry(FIRST, "exp_avg", {"tensor": [[], False]}),
-    "a number for a tensor": set_entry(FIRST, "exp_avg", 1), "a tensor of another": lambda tensors, meta: (
-        entry_of(meta, "exp_avg", FIRST).__setitem__(2, {"tensor": ["step." + FIRST, True]})),
+    "a number for a tensor": set_entry(FIRST, "exp_avg", 1),
+    "a tensor of another": set_entry(FIRST, "exp_avg", {"tensor": ["step." + FIRST, True]}),
     "a deep list": set_entry("group", "betas", nested(300)),
-    "an entry of two": lambda tensors, meta: meta["optimizer"].append(["group", "lr"]),
-    "an entry that is a number": lambda tensors, meta: meta["optimizer"].append(3),
+    "an entry of one": lambda tensors, meta: pairs_of(meta, "group").append(["lr"]),
+    "an entry that is a number": lambda tensors, meta: pairs_of(meta, FIRST).append(3),
     "nothing": lambda tensors, meta: meta["optimizer"].clear(),
-    "a parameter missing": lambda tensors, meta: meta.update(
-        optimizer=[entry for entry in meta["optimizer"] if entry[0] != FIRST]),
+    "a parameter missing": lambda tensors, meta: [meta["optimizer"]["state"].pop(FIRST)] + [
+        tensors.pop(f"{key}.{FIRST}") for key in ("step", "exp_avg", "exp_avg_sq")],
+    "all parameters missing": lambda tensors, meta: (tensors.clear(), meta["optimizer"]["state"].clear()),
+    "a moment missing": lambda tensors, meta: (tensors.pop("exp_avg." + FIRST), pairs_of(meta, FIRST).remove(
+        next(pair for pair in pairs_of(meta, FIRST) if pair[0] == "exp_avg"))),
     "tensors missing": lambda tensors, meta: tensors.clear(),
+    "a tensor missing": lambda tensors, meta: tensors.pop("exp_avg." + FIRST),
+    "a tensor more": lambda tensors, meta: tensors.update(evil=torch.ones(2)),
     "a tensor of another shape": lambda tensors, meta: tensors.update({"exp_avg." + FIRST: torch.zeros(3)}),
-    "a tensor of integers": lambda tensors, meta: tensors.update(
-        {"exp_avg." + FIRST: tensors["exp_avg." + FIRST].int()}),
+    "a tensor of more dimensions": lambda tensors, meta: tensors.update(
+        {"exp_avg_sq." + FIRST: torch.stack(2 * [tensors["exp_avg_sq." + FIRST]])}),
     "a tensor with NaN": lambda tensors, meta: tensors["exp_avg_sq." + FIRST].fill_(math.nan),
     "a negative step": lambda tensors, meta: tensors["step." + FIRST].fill_(-5),
-    "no list": lambda tensors, meta: meta.update(optimizer={"a": 1}),
+    "the earlier way": lambda tensors, meta: meta.update(optimizer=[["group", "lr", 0.1]]),
+    "another form": lambda tensors, meta: meta.update(optimizer={"a": 1}),
     "no config": lambda tensors, meta: meta.update(config=7),
     "a step that is a float": lambda tensors, meta: meta.update(step=2.0),
     "a step that is true": lambda tensors, meta: meta.update(step=True),
@@ -366,11 +381,30 @@ def adam(small, tmp_path_factory):
     return SimpleNamespace(folder=folder, flags=flags, names=result.globals)
 
 def test_a_checkpoint_as_it_is_can_be_restored(adam, tmp_path):
-    """So can one of an older torch, whose groups lacked a setting; a counter may not be missing."""
+    """So can one of an older torch, whose groups lacked a setting."""
     restored(adam, adam.folder / "checkpoint-000002")
     folder = shutil.copytree(adam.folder / "checkpoint-000002", tmp_path / "checkpoint-000002")
-    rewrite(folder, lambda tensors, meta: meta["optimizer"].remove(entry_of(meta, "foreach", "group")))
+    rewrite(folder, lambda tensors, meta: pairs_of(meta, "group").remove(["foreach", None]))
     restored(adam, folder)
+
+@pytest.mark.parametrize("place", ["group", FIRST])
+@pytest.mark.parametrize("key", ["step", "evil", "_optimizer_step_pre_hooks", "__class__", "state", "param_groups"])
+def test_a_stranger_s_state_reaches_two_dictionaries_and_no_attribute(tmp_path, adam, place, key):
+    """Whatever name it has there, it is a plain value in a param group or in a parameter's state."""
+    folder = shutil.copytree(adam.folder / "checkpoint-000002", tmp_path / "checkpoint-000002")
+    rewrite(folder, set_entry(place, "step.1" if key == "step" and place != "group" else key, {"dict": [["x", 3]]}))
+    names = adam.names
+    optimizer = names["make_optimizer"](names["lora"].values())
+    before = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    checkpoint = resume.read_checkpoint(folder)
+    resume.load_checkpoint(checkpoint, names["lora"], optimizer, names["make_optimizer"])
+    after = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    assert before == after
+    assert type(optimizer) is torch.optim.AdamW and optimizer.step.__func__ is torch.optim.AdamW.step
+    values = [*optimizer.param_groups[0].values()]
+    for state in optimizer.state.values():
+        values += state.values()
+    assert {"x": 3} in [value for value in values if isinstance(value, dict)]
 
 @pytest.mark.parametrize("kind", STATES)
 def test_a_stranger_s_optimizer_state_is_one_line_and_runs_nothing(tmp_path, adam, kind):
@@ -381,7 +415,7 @@ def test_a_stranger_s_optimizer_state_is_one_line_and_runs_nothing(tmp_path, ada
         restored(adam, folder)
     assert not OWNED.exists()
 
-@pytest.mark.parametrize("kind", ["a command", "a method", "a tensor of another shape", "a tensor with NaN"])
+@pytest.mark.parametrize("kind", ["a command", "no group", "a tensor of another shape", "a tensor with NaN"])
 def test_train_py_ends_before_the_first_step_and_changes_nothing(tmp_path, adam, kind):
     run = shutil.copytree(adam.folder, tmp_path / "run")
     rewrite(run / "checkpoint-000002", STATES[kind])

@@ -110,8 +110,6 @@ TABLE = [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER + "--control_pixels 32*32"]),
     ("{d} --max_steps 1 --resume --out_dir {undone:run}", "to finish it there, or more", [
         "{d} --max_steps 2 --resume --out_dir {undone:run}", "{d} --max_steps 3 --resume --out_dir {undone:run}"]),
-    ("{d} --max_steps 3 --resume --out_dir {old:run}", "start a new run from its LoRA with --pretrained_lora", [
-        OTHER + "--pretrained_lora {old:run}"]),
     ("{d} --max_steps 3 --resume --out_dir {damaged:run}", "or begin a new run in another, without --resume", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER]),
     # masks
@@ -121,19 +119,15 @@ TABLE = [
 ]
 
 def change(folder, how):
-    """It makes a copied run one that was stopped, or is damaged, or was begun by an older train.py."""
+    """It makes a copied run one that was stopped, or is damaged."""
     (folder / "DONE").unlink()
     for path in folder.glob("checkpoint-*/optimizer.safetensors"):
         if how == "damaged":
             damage_tensors(path)
-        elif how == "old":
-            tensors, info = tensor_files.read_tensors(path)
-            del info["config"]["data_hash"]
-            tensor_files.write_tensors(path, tensors, info)
 
 def command(text, places, folder):
     """It returns the words of a command of the table, whose {o} is a new folder, and {copy:run} a copy."""
-    for how in ("copy", "undone", "old", "damaged"):
+    for how in ("copy", "undone", "damaged"):
         if f"{{{how}:run}}" in text:
             run = shutil.copytree(places["run"], folder / how)
             text = text.replace(f"{{{how}:run}}", str(run))
@@ -203,7 +197,7 @@ def test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora(plac
     run = shutil.copytree(places["run"], tmp_path / "run")
     for path in run.glob("checkpoint-*/optimizer.safetensors"):
         tensors, info = tensor_files.read_tensors(path)
-        info["optimizer"].append(["self", "momentum", 0.9])
+        info["optimizer"]["state"]["momentum"] = {"dict": []}
         tensor_files.write_tensors(path, tensors, info)
     result = run_script("train.py", *shlex.split(places["d"]), "--max_steps", 3, "--out_dir", run, "--resume")
     assert result.status == 1 and is_one_line(result.errors[-1], "is not what Muon keeps"), result.err

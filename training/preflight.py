@@ -1,9 +1,9 @@
 """
 What would happen for the first time at a checkpoint, or at the end of a run, is tried before its first step.
 
-An optimizer, of any package, may keep what it wants where it wants. Here one takes a few steps with small copies of the
-LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.
-The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
+An optimizer, of any package, may keep state that its state_dict() lacks. Here one takes a few steps with copies of a
+part of the LoRA, is saved and read back into a second one, and both take the same steps from there: the weights must be
+equal. The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
 
 A checkpoint and the finished LoRA are written, read back, compared with what is trained, and put on a second model.
 Meanwhile the LoRA has random numbers, as zeros would hide a wrong scale; and of blocks whose LoRAs are alike all but
@@ -14,23 +14,19 @@ import gc
 import math
 import random
 import shutil
-import types
 
 import torch
 from peft.tuners.lora import LoraLayer
 
 import predict
 from common import InputError, first_words, on_first_process, rank
-from library.files.tensor_files import read_tensors
 from library.lora.lora_paths import LORA_FILE
 from rope_patch import blocks_of
 from training import run_folder
 from training.optimizers import averaged_weights
-from training.resume import (OPTIMIZER_FILE, copies_of, load_optimizer, read_checkpoint, save_optimizer, some_of,
-                             take_steps, trial)
+from training.resume import load_optimizer, read_checkpoint, read_optimizer, save_optimizer, take_steps, trial
 
 STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
-FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty, default):
@@ -155,51 +151,53 @@ def check_optimizer(args, lora, make_optimizer, folder):
         return
     try:
         with trial():
-            lost, moved = find_lost(some_of(lora), make_optimizer, folder)
+            goes_on, moves = try_optimizer(two_of_each_shape(lora), make_optimizer, folder)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if lost is not None:
-        raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
-                         "anew; take another, such as torch.optim.AdamW")
-    if args.lr > 0 and not moved:
+    if not goes_on:
+        raise InputError(f"--optimizer {args.optimizer}: --resume would take other steps than an unbroken run, because "
+                         "its state_dict() lacks a part of its state, or because it draws numbers that are not "
+                         "torch's; take another, such as torch.optim.AdamW")
+    if args.lr > 0 and not moves:
         raise InputError(f"--optimizer {args.optimizer}: changes no weight in {STEPS[0]} steps; give other "
                          "--optimizer_args, or another, such as torch.optim.AdamW")
 
 
-def find_lost(few, make_optimizer, folder):
-    """-> (what of an optimizer's state does not come back, None if all does; whether it changes the weights). few:
-    {name: parameter}; folder: where it may write."""
+def two_of_each_shape(lora):
+    """-> of the parameters of each shape at most two."""
+    few = {}
+    for name, p in lora.items():
+        if sum(p.shape == other.shape for other in few.values()) < 2:
+            few[name] = p
+    return few
+
+
+def try_optimizer(few, make_optimizer, folder):
+    """-> (whether an optimizer that is saved and loaded takes the same steps as one that goes on, whether its steps
+    change the weights). few: {name: parameter}; folder: where it may write."""
     first = copies_of(few)
     optimizer = make_optimizer(first.values())
     take_steps(optimizer, first, range(STEPS[0]))
     with averaged_weights(optimizer):
         second = copies_of(first)
         save_optimizer(folder, optimizer, first)
-        tensors, info = read_tensors(folder / OPTIMIZER_FILE)
-    other = make_optimizer(second.values())
-    load_optimizer(other, second, tensors, info["optimizer"])
-    moved = not all(same_bits(first[name], few[name]) for name in few)
-    lost = difference(parts_of(optimizer, first), parts_of(other, second), "", set())
-    if lost is None:
-        for one, parameters in ((optimizer, first), (other, second)):
-            random.seed(id(one)) # a resumed process has other numbers here, too; torch's are seeded for each step
-            take_steps(one, parameters, range(STEPS[0], sum(STEPS)))
-        if not all(close(first[name], second[name], few[name]) for name in few):
-            lost = "all of its state: with the same gradients it goes on with other steps"
-        with averaged_weights(optimizer):
-            save_optimizer(folder, optimizer, first) # what has come since can be saved, too
-    return lost, moved
+    tensors, info = read_optimizer(folder)
+    resumed = make_optimizer(second.values())
+    load_optimizer(resumed, second, tensors, info["optimizer"])
+    moves = not all(same_bits(first[name], few[name]) for name in few)
+    for each, parameters in ((optimizer, first), (resumed, second)):
+        random.seed(id(each)) # a resumed process has other numbers here, too; torch's are seeded for each step
+        take_steps(each, parameters, range(STEPS[0], sum(STEPS)))
+    with averaged_weights(optimizer):
+        save_optimizer(folder, optimizer, first) # what has come since can be saved, too
+    return all(close(first[name], second[name], few[name]) for name in few), moves
 
 
-def parts_of(optimizer, parameters):
-    """All that an optimizer keeps; its state in the order of the parameters, as one with several groups fills it in
-    another order than a checkpoint does."""
-    state = dict(optimizer.state)
-    states = [state.pop(p, None) for p in parameters.values()]
-    return vars(optimizer) | dict(state=[*states, state])
+def copies_of(parameters):
+    return {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
 
 
 def close(p, other, before):
@@ -214,33 +212,3 @@ def same_bits(a, b):
         return False
     a, b = [x.detach().cpu().contiguous().flatten().view(torch.uint8) for x in (a, b)]
     return torch.equal(a, b)
-
-
-def difference(a, b, path, seen):
-    """-> where two values differ in any part, at any depth: ".state.0.exp_avg"; None if nowhere. seen: pairs that are
-    being compared already, as objects may refer to each other."""
-    if a is b or (id(a), id(b)) in seen:
-        return None
-    seen.add((id(a), id(b)))
-    if torch.is_tensor(a) and torch.is_tensor(b):
-        return None if same_bits(a, b) else path
-    if type(a) is not type(b):
-        return path
-    if isinstance(a, FUNCTIONS): # of each instance its own
-        return None if a.__name__ == b.__name__ else path
-    if isinstance(a, dict):
-        a, b = [[(key if isinstance(key, str) else n, [key, value]) for n, (key, value) in enumerate(x.items())]
-                for x in (a, b)]
-    elif isinstance(a, (list, tuple)):
-        a, b = list(enumerate(a)), list(enumerate(b))
-    elif isinstance(a, (str, int, float, bytes, set, frozenset, torch.dtype, torch.device)):
-        return None if a == b or a != a and b != b else path
-    else: # an object: what pickle would keep of it, such as a generator's position
-        a, b = [[("", part) for part in x.__reduce_ex__(4)[1:]] for x in (a, b)]
-    if len(a) != len(b):
-        return path
-    for (key, value), (_, other) in zip(a, b):
-        found = difference(value, other, f"{path}.{key}".strip("."), seen)
-        if found is not None:
-            return found
-    return None
