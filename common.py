@@ -362,9 +362,9 @@ def fold(lines):
 # becomes of a line if its terminal, pipe or disk is gone: it ends nothing.
 #
 # On Linux a name is bytes, and old archives and disks have some that are no UTF-8. Python has such a byte as half a
-# character: \\xe9 as \\udce9, in sys.argv and in what it lists of folders. Python opens these names, and JSON (in ASCII)
-# holds them. What encodes a text as UTF-8 itself fails at them: such texts come from shown() or command(), and such files
-# from open_tensors().
+# character: \\xe9 as \\udce9, in sys.argv and in what it lists of folders. Python opens these names, and JSON (in
+# ASCII) holds them. What encodes a text as UTF-8 itself fails at them: such texts come from shown() or command(), and
+# such files from open_tensors().
 
 # what moves a terminal's cursor, starts a line, rings, or turns the direction of writing
 CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -17,9 +17,9 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A result is called NAME-1a2b3c4d.png: the letters are a hash of all that decides it, settings, LoRAs and the code that
-draws it. If it is there already, it is not generated again. --out, or `out` of a line, names the file itself: an older
-result is replaced there, and a file that predict.py has not made never. Shape letters as in rope_patch.py.
+encoding. A result is called NAME-1a2b3c4d.png: the letters are a hash of all that decides it, settings, LoRAs and the
+code that draws it. If it is there already, it is not generated again. --out, or `out` of a line, names the file itself:
+an older result is replaced there, and a file that predict.py has not made never. Shape letters as in rope_patch.py.
 """
 import os
 import sys
@@ -233,8 +233,8 @@ def add_lora(transformer, **config):
 def read_lora(path):
     """What find_lora takes -> (state dict of transformer.LAYER.lora_A.weight (r, inputs) and .lora_B.weight (outputs,
     r); metadata as diffusers has it, of which config_of reads the alpha, with our own train. entries). Plain files,
-    as train.py and diffusers write them, are read here. library/lora/foreign_loras.py brings those of other programs to this
-    form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
+    as train.py and diffusers write them, are read here. library/lora/foreign_loras.py brings those of other programs to
+    this form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
     file = find_lora(path)
     data, header = foreign_loras.read_file(file) # once: what is checked is what is used, and nothing of it stays mapped
     notes = header.get("__metadata__") or {}

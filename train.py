@@ -213,8 +213,8 @@ class Pick:
 @dataclass
 class Item:
     """The tensors of a Pick. I: target tokens, K: tokens of all controls, T: prompt tokens, C: latent channels, J: text
-    channels; base: in --dtype. Python ignores the strings; training/memory_fit.py makes items of zeros by them, to measure
-    memory. A field that few samples have gets a default: in those items it stays at that, and takes none."""
+    channels; base: in --dtype. Python ignores the strings; training/memory_fit.py makes items of zeros by them, to
+    measure memory. A field that few samples have gets a default: in those items it stays at that, and takes none."""
     x0: "float32 I C" # the target's latents, i.e. the data
     noise: "float32 I C"
     velocity: "float32 I C" # what the model should predict: noise - x0; with `preserve` the answer of ask_base
@@ -363,7 +363,7 @@ def learning_rate(n):
 
 # ==== HELPERS, by subject (if you have one GPU, skip what they say about ranks, processes and --fsdp) =================
 
-# ---- checkpoints: the LoRA, and what training/resume.py needs to go on -------------------------------------------------
+# ---- checkpoints: the LoRA, and what training/resume.py needs to go on -----------------------------------------------
 
 def write_checkpoint(path, step, optimizer):
     """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
@@ -513,7 +513,7 @@ def step_error(where, what, step, picks, remedy):
     names = ", ".join(f"{p.sample.name}: {p.tokens:,} tokens" for p in picks)
     return InputError(f"{where}: {what} at step {step + 1} ({names}); {remedy}")
 
-# ---- validation: the loss of samples that are not trained; training/validation.py draws them ---------------------------------
+# ---- validation: the loss of samples that are not trained; training/validation.py draws them -------------------------
 
 def validation_due(step):
     """Whether a validation follows this step. (After the last step there is one in any case.)"""
@@ -737,8 +737,9 @@ try:
         for group in optimizer.param_groups: # the rate is ours: an optimizer's own would be overwritten
             group["lr"] = lr
         # Every process takes this step by itself, and must take the same one, also with an optimizer that draws
-        # numbers. (Python's and numpy's are not seeded: training/preflight.py refuses an optimizer that draws those.) The
-        # step and its number are one statement: whatever fails before or after it, the weights are what `step` says.
+        # numbers. (Python's and numpy's are not seeded: training/preflight.py refuses an optimizer that draws those.)
+        # The step and its number are one statement: whatever fails before or after it, the weights are what `step`
+        # says.
         torch.manual_seed(seed_of("optimizer", step))
         versions_before = failures.versions_of(optimizer, step)
         _, step = optimizer.step(), step + 1

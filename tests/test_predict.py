@@ -51,8 +51,8 @@ def apart(*paths):
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
-    """Several jobs may edit one picture; files are named by the picture and the key, or by `out`; the result has the last picture's
-    shape, or that of size_from; a job's own sizes, steps and seed count."""
+    """Several jobs may edit one picture; files are named by the picture and the key, or by `out`; the result has the
+    last picture's shape, or that of size_from; a job's own sizes, steps and seed count."""
     one, two = map(str, photos[:2])
     good = [{}, dict(prompt="another"), dict(height=70, width=100, true_cfg_scale=2, seed=3),
             dict(image=[one, two], prompt="say \u2028 this", out="sub/b.png"),

@@ -233,7 +233,8 @@ def put_aside(folder):
 
 
 def is_record(line, step):
-    """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py reads it."""
+    """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py reads
+    it."""
     with contextlib.suppress(Exception): # a foreign log can fail in any way
         record = best_step.read_line(line)
         if "val_loss" in record:
