@@ -93,7 +93,7 @@ CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u
 
 def printable(text):
     """A name, a prompt, or what else comes from a file, as a line on a terminal may have it: a control character
-    becomes \\n, \\x1b, \\u202e; a byte that is no UTF-8 becomes \\xe9, as command() writes it."""
+    becomes \\n, \\x1b, \\u202e; a byte that is no UTF-8 becomes \\xe9, as shell_command() writes it."""
     def escaped(control):
         byte = ord(control[0]) - 0xdc00
         return rf"\x{byte:02x}" if 0x80 <= byte <= 0xff else control[0].encode("unicode_escape").decode()
@@ -102,7 +102,7 @@ def printable(text):
 lost_lines = [] # ("stdout" or "stderr", why lines of it are lost), once for each: tell() empties it, and says so
 
 def tell(*lines, file=None):
-    """Prints these lines, each shown(), above a bar if there is one. file: sys.stderr, or None for sys.stdout."""
+    """Prints these lines, each printable(), above a bar if there is one. file: sys.stderr, or None for sys.stdout."""
     for line in lines:
         tqdm.write(printable(line), file=file)
     while lost_lines:
@@ -120,7 +120,7 @@ def warn_once(line, file=None):
         tell(line, file=file or sys.stderr)
 
 class PrintableStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
-    """A stream whose lines are shown(), whoever writes them: a library, a traceback, a print() of yours. tqdm's \\r
+    """A stream whose lines are printable(), whoever writes them: a library, a traceback, a print() of yours. tqdm's \\r
     before and behind a bar stays, and its moves up. It never raises: the work goes on when nobody reads."""
 
     def __init__(self, name, stream):
@@ -153,7 +153,7 @@ class PrintableStream: # a class because it stands for sys.stdout and sys.stderr
                     os.dup2(self.stream.fileno(), gone.fileno())
 
 def make_streams_printable():
-    """From now on all lines of this process are shown(), and no stream ends it. A file name that is no UTF-8 must not
+    """From now on all lines of this process are printable(), and no stream ends it. A file name that is no UTF-8 must not
     end a run, either."""
     lost_lines.clear()
     for number in range(3):
@@ -246,7 +246,7 @@ def refuse_differences(out_dir, assumed):
 
 @contextlib.contextmanager
 def catch_signals():
-    """with signals_noted() as seen: signals only fill this list, so that work that has begun can be finished."""
+    """with catch_signals() as seen: signals only fill this list, so that work that has begun can be finished."""
     seen = []
     terminals = list(filter(os.isatty, (1, 2))) # of stdout, stderr
 
