@@ -45,14 +45,14 @@ def is_old(line):
 def test_a_lora_of_every_format_is_used(path, capfd):
     """Checkpoints, finished runs' files and what was made for ComfyUI: each with the tensors that the file has, at its
     own scale. One line if it is of format 1; format 2 is checked as ours is."""
-    state, meta = predict.read_lora(path)
+    lora = predict.read_lora(path)
     lines = capfd.readouterr().err.splitlines()
     raw = {key: value for key, value in safetensors.torch.load_file(path).items() if ".lora_" in key}
-    assert_bitwise(state, renamed("diffusion_model.", "transformer.")(raw))
+    assert_bitwise(lora.state, renamed("diffusion_model.", "transformer.")(raw))
     assert [is_old(line) for line in lines] == [True] * (path.parts[-2] in FIRST or path.parts[-3] in FIRST), lines
-    assert meta["train.step"] == 2 and meta["train.geometry"]["upscale"] is True
+    assert lora.meta["train.step"] == 2 and lora.meta["train.geometry"]["upscale"] is True
     transformer = predict.load_transformer(TINY, "float32", weights=False)
-    predict.load_loras(transformer, [path])
+    predict.load_loras(transformer, [lora])
     scales = {m.scaling["lora0"] for m in transformer.modules() if "lora0" in getattr(m, "scaling", {})}
     folded = path.parent.parent == FORMATS and path.name == predict.LORA_FILE # a finished run's
     assert scales == {1.0 if folded else 2.0}
@@ -61,12 +61,12 @@ def test_a_lora_of_the_first_format_is_converted_and_trained_on(tmp_path, small)
     file = FORMATS / f"a0de35c/checkpoint-000002/{predict.LORA_FILE}"
     result = run_script("tools/convert_lora.py", file, "--to", "diffusers", "--out", tmp_path / "x.safetensors")
     assert result.status == 0 and is_old(result.err), result.err
-    assert_bitwise(predict.read_lora(tmp_path / "x.safetensors")[0], predict.read_lora(file)[0])
+    assert_bitwise(predict.read_lora(tmp_path / "x.safetensors").state, predict.read_lora(file).state)
     result = run_script("train.py", *small.flags[:7], "--max_steps", 1, "--batch_size", 1, "--lr", 1e-30, "--optimizer",
                         "torch.optim.SGD", "--weight_decay", 0, "--out_dir", tmp_path / "run", "--pretrained_lora",
                         file.parent)
     assert result.status == 0, result.err
-    assert_bitwise(predict.read_lora(tmp_path / "run/checkpoint-000001")[0], predict.read_lora(file)[0])
+    assert_bitwise(predict.read_lora(tmp_path / "run/checkpoint-000001").state, predict.read_lora(file).state)
 
 def test_no_flipped_bit_of_an_older_lora_is_silent(tmp_path):
     """It is refused, or read as before, with the line that it is older."""
@@ -127,7 +127,8 @@ def test_a_file_of_a_newer_format_is_said_to_be_newer(tmp_path, monkeypatch):
     run = tmp_path / "run/checkpoint-000002"
     tensor_files.write_tensors(run / predict.LORA_FILE, tensors, {"train.step": 2}, "lora_adapter_metadata")
     monkeypatch.undo()
-    for read in (lambda: predict.read_lora(path), lambda: tensor_files.read_tensors(tmp_path / "k.safetensors", key="k"),
+    for read in (lambda: predict.read_lora(path),
+                 lambda: tensor_files.read_tensors(tmp_path / "k.safetensors", key="k"),
                  lambda: resume.read_checkpoint(run)):
         with pytest.raises(tensor_files.OtherVersion) as e:
             read()

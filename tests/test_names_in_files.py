@@ -220,8 +220,9 @@ ALLOWED = {
     "library/files/sniff.py": {"family": {"re.search(pattern)": OWN}},
     "library/cli/near_misses.py": {"fold": {"re.sub(f'(?<!\\\\w){re.escape(path.stem)}(?=\\\\.\\\\w)')": "escaped"},
                         "scheduled_twice": {"locate(optimizer)": FLAG}},
-    "library/lora/foreign_loras.py": {"sort_tensors": {"re.search(pattern)": OWN},
-                             "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
+    "library/lora/foreign_loras.py": {"group_by_layer": {"re.search(pattern)": OWN}},
+    "library/lora/peft_config.py": {
+        "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
     "library/data/index_file.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},
     "library/data/automatic_mask.py": {"check_weights": {"getattr(f'mask_{part}_weight')": OWN}},
     "common.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
