@@ -14,6 +14,7 @@ from PIL import Image
 
 import cache
 import common
+from library.models import devices
 from library.data import stat_cache
 import predict
 from tests.harness import (ON_DEVICE, TINY, add_item, assert_bitwise, cached_files, change_weight, copy_model,
@@ -117,7 +118,7 @@ def test_what_changes_before_it_is_loaded_is_one_line_and_no_picture(here, monke
     assert result.status == 1 and is_one_line(result.errors[-1], named, "" if "gone" in what else "changed"), result.err
     assert "Traceback" not in result.err and not list((here / "out").glob("*.png"))
 
-@pytest.mark.parametrize("module, moment", [(common, "start_processes"), (cache, "load_pipeline"),
+@pytest.mark.parametrize("module, moment", [(devices, "start_processes"), (cache, "load_pipeline"),
                                             (cache, "encoder_fingerprints"), (cache, "plan_samples")])
 @pytest.mark.parametrize("what", ["lora1/" + predict.LORA_FILE, "model/model_index.json", "model/vae"])
 def test_what_is_gone_before_it_is_hashed_or_behind_is_one_line(here, monkeypatch, module, moment, what):

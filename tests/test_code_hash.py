@@ -194,8 +194,7 @@ def test_an_extra_counts_where_it_is_at_work():
     plain = code_hash.drawing(flags)
     at_work = code_hash.drawing(SimpleNamespace(quantize="int8", offload=2, transformer="a.safetensors", lora=["x"]))
     assert at_work.keys() - plain.keys() == {f"library/{name}.py" for name in (
-        "models/quantization", "models/offloading", "models/one_file", "lora/lora_file", "lora/peft_config",
-        "lora/foreign_loras")}
+        "models/quantization", "models/offloading", "models/one_file", "lora/foreign_loras")}
     assert code_hash.is_current(at_work, plain) and code_hash.is_current(plain, at_work)
     for file in at_work.keys() - {*code_hash.PACKAGES}:
         assert not code_hash.is_current(at_work | {file: "0"}, at_work), file

@@ -835,7 +835,7 @@ def test_the_loras_of_a_block_are_cast_together(monkeypatch):
     def compute(together, recomputed):
         with monkeypatch.context() as patch:
             if not together:
-                patch.setattr("library.lora.lora_linear.cast_together", lambda blocks: None)
+                patch.setattr("library.lora.lora_linear.share_casts", lambda blocks: None)
             model = patched_copy(hot_model("2511", dtype=torch.bfloat16, num_layers=3)).requires_grad_(False).train()
             torch.manual_seed(0)
             weights = predict.add_lora(model, r=4, init_lora_weights=False, target_modules=[

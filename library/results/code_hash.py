@@ -39,8 +39,7 @@ ENCODING = {
     "library/data/automatic_mask.py": None}
 # rooms that draw if a flag wants them; the first decides texts, too
 OPTIONAL = [f"library/{name}.py" for name in
-            ("models/quantization", "models/offloading", "models/one_file", "lora/lora_file", "lora/peft_config",
-             "lora/foreign_loras")]
+            ("models/quantization", "models/offloading", "models/one_file", "lora/foreign_loras")]
 
 
 def read(file):
@@ -103,7 +102,7 @@ def training(names):
 
 def drawing(args):
     """{file: hash of its source, package: its version} of all that draws with these flags of predict.py."""
-    in_use = [args.quantize != "none", args.offload, is_one_file(args.transformer)] + [args.lora] * 3 # as in OPTIONAL
+    in_use = args.quantize != "none", args.offload, is_one_file(args.transformer), args.lora # as in EXTRAS
     rooms = [file for file, used in zip(OPTIONAL, in_use) if used]
     files = {file: digest(TEXTS[file]) for file in [*WHOLE, *rooms]}
     return files | {"cache.py": digest(TEXTS["cache.py"], DRAWING)} | {name: version(name) for name in PACKAGES}
