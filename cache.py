@@ -42,7 +42,7 @@ from pathlib import Path
 import common
 from common import InputError, content_key, file_hash, first_words, print_problems, tell
 from library.cli import command_line
-from library.cli.flag_types import NEGATIVE_PROMPT, is_index
+from library.cli.command_line import NEGATIVE_PROMPT, is_index
 from library.data import automatic_mask, dataset, index_file, sample_checks, stat_cache
 from library.data.dataset import MAX_TOKENS, Planned
 from library.data.picture_files import fit_size, read_image, read_mask, reserve_pixels
@@ -233,6 +233,10 @@ def hash_part(place, cache_dir):
     files = [file for file in inside if file.is_file() and file.suffix != ".md"]
     hash_of = stat_cache.remember_by_stat(files, file_hash, Path(cache_dir, "models.txt"))
     return content_key(files=[[file.relative_to(place).as_posix(), hash_of(file)] for file in files])
+
+def refuse_changed_parts(places, hashes, cache_dir):
+    """InputError if one of these parts of models is no longer what hash_part has hashed, as this process finds it."""
+    stat_cache.refuse_changed_files(places, hashes, lambda place: hash_part(place, cache_dir))
 
 def hash_encoder(folder, encoder, cache_dir):
     return content_key(**{part: hash_part(folder / part, cache_dir) for part in PARTS_OF[encoder]})

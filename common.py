@@ -3,6 +3,7 @@ The ground that all scripts stand on: errors of the user, lines on a terminal, p
 that are written whole or not at all. It knows nothing of pictures, models or LoRAs, and imports no other file of ours.
 """
 import contextlib
+import difflib
 import errno
 import functools
 import hashlib
@@ -81,6 +82,13 @@ def first_line(e):
     """Of what an exception says the first line alone: CUDA's go on for several, about other things."""
     return first_words((str(e).strip() or type(e).__name__).splitlines()[0])
 
+def closest(word, known, least=0.7):
+    """-> what the name stands for that is most like this word, in whatever letters; None if none is at least so much.
+    known: {name: what it stands for}."""
+    by_lower = {name.lower(): meant for name, meant in known.items()}
+    near = difflib.get_close_matches(word.lower(), by_lower, 1, least)
+    return by_lower[near[0]] if near else None
+
 # ---- lines on a terminal, whoever wrote them and whether or not anybody reads them -----------------------------------
 
 # On Linux a name is bytes, and old archives and disks have some that are no UTF-8. Python has such a byte as half a
@@ -119,6 +127,21 @@ def warn_once(line, file=None):
         WARNED.append(line)
         tell(line, file=file or sys.stderr)
 
+@contextlib.contextmanager
+def warn_on_failure(what):
+    """Within `with`, an exception or a library's sys.exit is a warning, the first time, and ends nothing. what: the
+    warning's beginning."""
+    try:
+        yield
+    except (Exception, SystemExit) as e:
+        warn_again(what, e)
+
+def warn_again(what, why):
+    """Prints a warning the first time that this fails. why: an exception, or words."""
+    if not any(line.startswith(f"warning: {what}: ") for line in WARNED):
+        why = first_words(why).removeprefix("error: ")
+        warn_once(f"warning: {what}: {why}; the work goes on, and tries it again next time")
+
 class PrintableStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
     """A stream whose lines are printable(), whoever writes them: a library, a traceback, a print() of yours. tqdm's \\r
     before and behind a bar stays, and its moves up. It never raises: the work goes on when nobody reads."""
@@ -153,7 +176,7 @@ class PrintableStream: # a class because it stands for sys.stdout and sys.stderr
                     os.dup2(self.stream.fileno(), gone.fileno())
 
 def make_streams_printable():
-    """From now on all lines of this process are printable(), and no stream ends it. A file name that is no UTF-8 must not
+    """From now on all lines of this process are printable, and no stream ends it. A file name that is no UTF-8 must not
     end a run, either."""
     lost_lines.clear()
     for number in range(3):
@@ -230,17 +253,32 @@ def on_first_process(make):
         sys.exit(problems[0] if rank() == 0 else 1)
     return result
 
-def refuse_differences(out_dir, assumed):
-    """InputError names what the processes do not agree on. Each would train its own order of samples, silently."""
-    views = gather_objects(assumed)
+class FailedElsewhere(SystemExit): # a class because warn_of_validation must know it from a library's
+    """Another process has failed, and prints the reason. This one exits with status 1 and prints nothing."""
 
-    def compare():
-        for n, view in enumerate(views):
-            for name, value in view.items():
-                if value != views[0][name] and not name.endswith("device"):
-                    raise InputError(f"{out_dir}: process {n} has {name} {value}, the first one {views[0][name]}; "
-                                     "start all with the same command and the same files")
-    on_first_process(compare)
+    def __init__(self, reason):
+        super().__init__(reason)
+        self.code = 1
+
+def on_all_processes(work, fsdp=False):
+    """-> work(), which each process does for itself. If it fails on one, it raises on all of them, before they wait for
+    each other: there its own exception, elsewhere FailedElsewhere. fsdp: the processes wait for each other within
+    work(), so this cannot help."""
+    if fsdp:
+        return work()
+    failure = None
+    try:
+        result = work()
+    except (Exception, SystemExit) as e:
+        failure = e
+    reasons = gather_objects(first_words(failure) if failure else "")
+    try:
+        for rank, reason in enumerate(reasons):
+            if reason:
+                raise failure or FailedElsewhere(f"{reason.removeprefix('error: ')} (on process {rank})")
+    finally:
+        failure = None # it and this function would hold each other, and all tensors of the functions that have failed
+    return result
 
 # ---- signals and threads ---------------------------------------------------------------------------------------------
 

@@ -38,10 +38,10 @@ from time import monotonic
 
 import common
 from common import InputError, tell
-from library.cli import command_line, flag_types
-from library.cli.flag_types import (SAMPLE_FLAGS, is_one_file, noise_level, number, pixels, png_name, positive,
-                                    seed_number)
-from library.data import dataset, sample_checks, stat_cache
+from library.cli import command_line
+from library.cli.command_line import (SAMPLE_FLAGS, SAMPLING, is_one_file, noise_level, number, pixels, png_name,
+                                      positive, seed_number)
+from library.data import dataset, sample_checks
 from library.files import disk, tensor_files
 from library.files.stray_files import on_disk
 from library.lora.lora_paths import LORA_FILE, find_lora
@@ -51,8 +51,9 @@ from library.results.result_files import encode_png, is_finished
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
-    parser = command_line.Parser(__doc__, "--model MODEL --lora LORA --image PICTURE --prompt TEXT [--out FILE] [--seed N] "
-                           "[--num_inference_steps N] [--true_cfg_scale X] [--quantize int8] [--offload N]")
+    parser = command_line.Parser(__doc__, "--model MODEL --lora LORA --image PICTURE --prompt TEXT [--out FILE] "
+                                 "[--seed N] [--num_inference_steps N] [--true_cfg_scale X] [--quantize int8] "
+                                 "[--offload N]")
     command_line.add_model_flags(parser)
     flag = parser.group("what to generate")
     flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=on_disk)
@@ -130,7 +131,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
 import cache
-from library.lora import base_model, lora_linear
+from library.lora import lora_file, lora_linear
 from library.lora.lora_file import PLAIN, config_of, read_lora, with_prefix
 from library.models import devices, model_files, offloading, one_file, quantization, sharding
 from rope_patch import blocks_of, patch_qwen_model_for_multi_resolution, plan_packs, run_packed
@@ -189,9 +190,9 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
     offloaded_blocks = [i * len(blocks) // offload for i in range(offload)]
     try:
         if fsdp:
-            return sharding.shard(transformer, device, offloaded_blocks, quantize_block)
+            return sharding.shard(transformer, blocks, device, offloaded_blocks, quantize_block)
         if offload:
-            return offloading.place(transformer, device, offloaded_blocks, quantize_block)
+            return offloading.place(transformer, blocks, device, offloaded_blocks, quantize_block)
         for block in blocks:
             quantize_block(block).to(device)
         return model_files.copy_mapped_weights(transformer.to(device)) # on a CPU one file's weights are mapped still
@@ -286,7 +287,8 @@ def save_lora(path, transformer, train, fold=False):
         if {*scales.values()} != {1.0}:
             train = train | dict(folded=scales)
         config.update(use_rslora=False, lora_alpha=config["r"], alpha_pattern=config["rank_pattern"])
-    tensor_files.refuse_not_finite(path, state, "start a new run with a lower --lr (--pretrained_lora takes an earlier checkpoint)")
+    tensor_files.refuse_not_finite(path, state, "start a new run with a lower --lr (--pretrained_lora takes an earlier "
+                                   "checkpoint)")
     meta = with_prefix("transformer", config) | with_prefix("train", train)
     tensor_files.write_tensors(path, with_prefix("transformer", state), meta, "lora_adapter_metadata")
 
@@ -305,6 +307,10 @@ class Settings:
     height: int | None = None
     width: int | None = None
     size_from: int | None = None # which control gives it, from 1
+
+def sampling_flags(args):
+    """-> {name: value} of train.py's flags that Settings has, too, but for the seed."""
+    return SAMPLING | {name: value for name, value in vars(args).items() if name in SAMPLING}
 
 def text_keys_of(sample, settings):
     """-> keys of sample.texts that its picture needs: its prompt and, for true CFG, the negative one, with pictures."""
@@ -476,7 +482,7 @@ def complete_settings(sample, args, shift_terminal):
         values["num_inference_steps"] = len(sigmas)
     settings = Settings(**values)
     # what stock would fail at later, or silently do otherwise
-    flag_types.check_text(f"{where}: negative prompt", settings.negative_prompt)
+    command_line.check_text(f"{where}: negative prompt", settings.negative_prompt)
     if not sample.controls:
         raise InputError(f"{where}: a picture without a control cannot be edited; leave it out")
     if (settings.size_from or 0) > len(sample.controls):
@@ -619,7 +625,7 @@ def main(args):
     code = result_files.code_hash(rooms)
     loras = [read_lora(path) for path in args.lora]
     lora_hashes = [lora.hash for lora in loras]
-    common.refuse_differences("--lora", dict(sha256=lora_hashes)) # processes may be on several machines
+    devices.refuse_differences("--lora", dict(sha256=lora_hashes)) # processes may be on several machines
     geometry = find_geometry(args, loras)
     samples, problems = dataset.read_samples(args)
     inputs = {path for s in samples for path in (*dataset.pictures_of(s), *s.overlays.values())}
@@ -635,10 +641,10 @@ def main(args):
     def refuse_replaced(): # on each process, where the same files may lie elsewhere. (LoRAs are in memory, not mapped)
         if result_files.code_hash(rooms) != code: # by an editor, in the ten seconds in which the libraries were loaded
             raise InputError("predict.py: the code that draws has changed since this command began; run it again")
-        stat_cache.refuse_changed_files(parts.values(), models.values(), hash_part)
+        cache.refuse_changed_parts(parts.values(), models.values(), args.cache_dir)
 
-    here = base_model.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
-    base_model.warn_other_base(loras, here, geometry)
+    here = lora_file.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
+    lora_file.warn_other_base(loras, here, geometry)
     pipe = cache.load_pipeline(folder, args.cache_dir)
     requests, wrong = plan_requests(pipe, samples, geometry, args)
     if first:

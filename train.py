@@ -40,24 +40,25 @@ from pathlib import Path
 
 import common
 from common import InputError, first_words, say, write_file
-from library.cli import command_line, flag_types
-from library.cli.flag_types import key_value, natural, not_negative, number, positive
-from library.data import dataset, stat_cache
+from library.cli import command_line
+from library.cli.command_line import key_value, natural, not_negative, number, positive
+from library.data import dataset
 from library.lora.lora_paths import LORA_FILE, checkpoints, find_lora
 from library.models import environment
-from training import best_step, lora_args, optimizers, run_folder
+from training import optimizers, run_folder
+from library.lora import peft_config
 
-# ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
+# ---- flags: flag(name, default, help). Others come from command_line.add_model_flags, add_data_flags, ... ------------
 
-parser = command_line.Parser(__doc__, "--model MODEL --data DIR [--val_data DIR] [--plan] [--max_steps N] [--sample_every N] "
-                       "[--target_pixels AREA] [--quantize int8] [--offload N] [--resume]")
+parser = command_line.Parser(__doc__, "--model MODEL --data DIR [--val_data DIR] [--plan] [--max_steps N] "
+                             "[--sample_every N] [--target_pixels AREA] [--quantize int8] [--offload N] [--resume]")
 command_line.add_model_flags(parser)
 command_line.add_data_flags(parser)
 flag = parser.group("LoRA")
 flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory",
-     type=number(int, 1, flag_types.MOST_RANK))
+     type=number(int, 1, peft_config.MOST_RANK))
 flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default: the rank)",
-     type=number(float, 1e-6, flag_types.MOST_ALPHA))
+     type=number(float, 1e-6, peft_config.MOST_ALPHA))
 flag("--lora_dropout", 0.0, "share of the LoRA's inputs that are set to 0", type=number(float, 0, 0.99))
 flag("--lora_targets", ["attention"], "linear layers, by the ends of their names (to_q net.2 ...); attention: all of "
      "the attention, image and text; all-linear: all of the blocks", nargs="+")
@@ -95,7 +96,7 @@ flag("--sample_lora", [], "LoRAs added to the trained one while these are genera
 command_line.add_sample_flags(flag, "num_inference_steps true_cfg_scale shift negative_prompt".split())
 flag = parser.group("run")
 flag("--use_cache", True, "--no-use_cache encodes each sample when it is used; all models stay loaded")
-flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=flag_types.seed_number)
+flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=command_line.seed_number)
 flag("--out_dir", None, "run folder (default: out/<model>-<data>-001, next number for the next run)")
 flag("--sample_every", 0, "steps between validations; 0: only at the end", type=natural)
 flag("--val_pictures", 24, "generate at most this many validation pictures, spread over all samples; the validation "
@@ -113,15 +114,15 @@ peft_args = dict(args.lora_args)
 if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
-lora_args.refuse_lora_args(peft_args)
+peft_config.refuse_lora_args(peft_args)
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.num_inference_steps == 1 and not args.shift:
     parser.error("argument --num_inference_steps: 1 needs a --shift; give one, or 2 or more steps")
-flag_types.check_text("--negative_prompt", args.negative_prompt)
+command_line.check_text("--negative_prompt", args.negative_prompt)
 if args.fsdp and common.world() < 2:
     parser.error("argument --fsdp: needs several processes; start with torchrun --nproc_per_node=N")
-if not args.use_cache and (args.skip_bad or any(map(flag_types.is_index, args.data + args.val_data))):
+if not args.use_cache and (args.skip_bad or any(map(command_line.is_index, args.data + args.val_data))):
     parser.error("argument --use_cache: an index is a cache, and --skip_bad finds broken pictures when it fills one; "
                  "leave out --no-use_cache")
 optimizers.refuse_missing(args, parser)
@@ -143,7 +144,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from library.lora import base_model, lora_file
+from library.lora import lora_file
 from library.models import devices
 from training import failures, memory_fit, plan, preflight, resume, validation
 from training.run_log import Log, open_tracker
@@ -373,7 +374,7 @@ def save_checkpoint(step):
     path = out_dir / f"checkpoint-{step:06d}"
     write_checkpoint(path, step, optimizer)
     common.sync_folder(out_dir)
-    with failures.warn_on_failure("old checkpoints"):
+    with common.warn_on_failure("old checkpoints"):
         run_folder.remove_checkpoints(out_dir, newest=[*checkpoints(out_dir)[-args.keep:], path])
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
@@ -397,7 +398,7 @@ def make_model(weights):
     except Exception as e: # whatever peft raises
         raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); give other "
                          "--lora_args, or another --lora_rank")
-    lora_args.refuse_unused_args(peft_args, lora)
+    peft_config.refuse_unused_args(peft_args, lora)
     if pretrained and weights:
         predict.load_weights(transformer, pretrained.state, pretrained.path)
     predict.load_loras(transformer, sample_loras)
@@ -418,9 +419,9 @@ def check_before_encoding():
 
 def check_before_training():
     """Data, models and checkpoint are known now. InputError says what does not agree, or cannot be saved."""
-    base_model.warn_other_base(lora_files, base)
+    lora_file.warn_other_base(lora_files, base)
     # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
-    common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
+    devices.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
     # A checkpoint is written, read back and thrown away, and the optimizer takes steps that are forgotten.
     preflight.check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta,
                     partial(predict.load_transformer, transformer_folder, args.dtype, weights=False),
@@ -429,7 +430,7 @@ def check_before_training():
         resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser, args.data)
     # Is what is in memory what was hashed? Asked before the log begins, so that the same command may run again. A file
     # that changes from here on does not matter.
-    stat_cache.refuse_changed_files(models.values(), hashes.values(), hash_part)
+    cache.refuse_changed_parts(models.values(), hashes.values(), args.cache_dir)
 
 # ---- packs: which process computes which samples, in which forward passes --------------------------------------------
 
@@ -540,7 +541,7 @@ def validate(step):
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
-            losses = failures.on_all_processes(validation_loss, args.fsdp)
+            losses = common.on_all_processes(validation_loss, args.fsdp)
             if world_size > 1:
                 dist.all_reduce(losses)
             val_loss = losses.mean().item()
@@ -553,9 +554,9 @@ def validate(step):
     if rank == 0 and val_loss is not None:
         logged, sheets = drawn or (dict(psnr={}, pictures=[]), {})
         record = dict(step=step, val_loss=val_loss, pairs=len(val_samples), val_key=drawer.val_key, **logged)
-        with failures.warn_on_failure("the log"):
+        with common.warn_on_failure("the log"):
             log.write(record | dict(seconds=round(clock() - begun, 4)), ["val_loss"], sheets)
-            say(*best_step.describe(best_step.read_validations(out_dir)))
+            say(*validation.best_lines(out_dir))
             run_folder.remove_pictures(out_dir)
 
 # ==== THE RUN =========================================================================================================
@@ -620,8 +621,8 @@ if args.compile:
 recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=args.lora_dropout > 0)
 recomputed = None
 if args.gradient_checkpointing is None: # measures on a GPU; None on a CPU
-    recomputed = memory_fit.keep_what_fits(transformer, memory_fit.lengths_of(samples, Pick), memory_fit.table_bytes(samples), Item,
-                                    flow_loss, recompute, args, say)
+    recomputed = memory_fit.keep_what_fits(transformer, memory_fit.lengths_of(samples, Pick),
+                                           memory_fit.table_bytes(samples), Item, flow_loss, recompute, args, say)
 if recomputed is None:
     recomputed = recompute(args.gradient_checkpointing)
 if recomputed:
@@ -633,11 +634,12 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 
 # Every checkpoint and LoRA file says this about the run. predict.py generates at these sizes (at the first target area,
 # if there are several), and --resume compares the config.
-config = resume.compared_settings(args, pretrained_hash=pretrained_hash, geometry=geometry, data_hash=cache.data_hash(epoch),
-                         model_hash=hashes["model"], scheduler_hash=hashes["scheduler"])
+config = resume.compared_settings(args, pretrained_hash=pretrained_hash, geometry=geometry,
+                                  data_hash=cache.data_hash(epoch), model_hash=hashes["model"],
+                                  scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 around = versions | environment.describe_environment() | dict(script=common.file_hash(__file__)[:12])
-base = base_model.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
+base = lora_file.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
 
 if val_samples: # a validation also draws pictures
@@ -687,7 +689,7 @@ try:
         t0 = clock()
 
         # A file may be damaged, or have changed, on one process: then all leave.
-        picks, passes = failures.on_all_processes(next(loaded_steps).result)
+        picks, passes = common.on_all_processes(next(loaded_steps).result)
 
         # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a
         # mean is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
@@ -748,7 +750,7 @@ try:
         at_end = step == args.max_steps or stop
         save_now = at_end or validation_due(step) or step % args.save_every == 0 or late
         if rank == 0:
-            with failures.warn_on_failure("the log or the bar"):
+            with common.warn_on_failure("the log or the bar"):
                 record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                               tokens=sum(p.tokens for p in picks), memory=round(devices.memory_of(args.device), 3))
                 record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
@@ -771,7 +773,7 @@ except BaseException as e: # whatever ends the loop, what was learned is saved f
 finally:
     if rank == 0:
         log.flush()
-    with failures.warn_on_failure("the log or the bar"):
+    with common.warn_on_failure("the log or the bar"):
         bar.close()
 
 # ---- the end: if a kill interrupts it, --resume repeats it -----------------------------------------------------------
@@ -789,7 +791,7 @@ else:
     if rank == 0:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
-    with failures.warn_on_failure("the next commands"):
+    with common.warn_on_failure("the next commands"):
         say(*run_folder.next_commands(args, out_dir, parser.get_default))
 if rank == 0 and not log.flush():
     say(f"warning: {log.path}: its last {len(log.waiting)} lines could not be written")

@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 import cache
 import common
-from library.cli import flag_types
+from library.cli import command_line
 from library.data import dataset, index_file
 from library.files import tensor_files
 from library.lora import lora_paths
@@ -529,7 +529,7 @@ def cached_files(cache_dir):
 def job_of(pipe, images, tmp_path, area=64 * 64, seed=3, prompt="add a red border", **settings):
     """It returns what predict.py makes of its flags: a sample, encoded, and read from the cache for denoise()."""
     sample = dataset.make_sample("--prompt", images[0], "a", None, images, [prompt])
-    settings = predict.Settings(**dict(flag_types.SAMPLING, num_inference_steps=3, seed=seed) | settings)
+    settings = predict.Settings(**dict(command_line.SAMPLING, num_inference_steps=3, seed=seed) | settings)
     geometry = dict(target_pixels=[area], control_pixels=area, upscale=True, height=settings.height,
                     width=settings.width, size_from=settings.size_from)
     planned = cache.plan_sample(pipe, sample, [(prompt, True), (settings.negative_prompt, True)], geometry,

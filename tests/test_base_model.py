@@ -10,7 +10,7 @@ import safetensors.torch
 
 import common
 from library.files import tensor_files
-from library.lora import base_model
+from library.lora.lora_file import base_of, warn_other_base
 import predict
 from tests.harness import (ON_DEVICE, TINY, as_v1, change_weight, copy_model, lora_file, lora_tensors, paint_picture,
                            run_script, save)
@@ -77,7 +77,7 @@ PLUS = dict(model="tiny", pipeline="QwenImageEditPlusPipeline", zero_cond_t=Fals
 SIZES = dict(target_pixels=1024**2, control_pixels="native", upscale=True)
 
 def lines_of(capfd, path, here, geometry=None):
-    base_model.warn_other_base([predict.read_lora(path)], here, geometry)
+    warn_other_base([predict.read_lora(path)], here, geometry)
     return capfd.readouterr().err.splitlines()
 
 def test_the_greatest_difference_is_told_and_only_that(tmp_path, capfd):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
-from library.cli import flag_types
+from library.cli import command_line
 from library.data import dataset, index_file, picture_files
 from library.results import contact_sheets
 import predict
@@ -275,7 +275,7 @@ def test_the_area_that_the_doctor_names_enlarges_nothing_and_is_the_largest(size
     assert doctor.area_without([dict(sizes=[size, size]) for size in sizes]) == want
     for area in [want] if want else []:
         for size in sizes:
-            assert not doctor.enlargement([("", size, picture_files.fit_size(size, flag_types.pixels(area), True))])
+            assert not doctor.enlargement([("", size, picture_files.fit_size(size, command_line.pixels(area), True))])
 
 def test_the_last_line_is_the_training_that_comes_next(tmp_path):
     """At the sizes that were judged, without enlarging; held-out pairs apart, with the copy that was aligned; errors

@@ -86,7 +86,7 @@ def test_nothing_imports_in_a_circle():
 
 @pytest.mark.parametrize("file, line, wrong", [
     ("common.py", "from library.files import disk", "common -> library.files.disk"),
-    ("library/cli/flag_types.py", "def f():\n    import predict", "library.cli.flag_types -> predict"),
+    ("library/cli/command_line.py", "def f():\n    import predict", "library.cli.command_line -> predict"),
     ("library/models/hub.py", "import importlib\nimportlib.import_module('training.resume')",
      "library.models.hub -> training.resume")])
 def test_an_import_of_a_higher_floor_would_be_seen(tmp_path, monkeypatch, file, line, wrong):

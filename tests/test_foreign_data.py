@@ -17,7 +17,7 @@ from PIL import Image
 
 import cache
 import common
-from library.cli import flag_types
+from library.cli import command_line
 from library.data import dataset, index_file, picture_files, stat_cache
 from library.files import tensor_files
 from library.results import contact_sheets
@@ -729,7 +729,7 @@ def spoiled_jobs(rng, folder, home, small):
     lines = [dumped(rng, spoiled(rng, json.loads(json.dumps(JOB)), home)) for _ in range(2)]
     (folder / "jobs.jsonl").write_text("\n".join(lines), "utf-8")
     samples, problems = dataset.read_dataset(folder / "jobs.jsonl", is_job=True)
-    flags = type("Flags", (), dict(flag_types.SAMPLING, **dict.fromkeys(["height", "width", "size_from"]), seed=[0],
+    flags = type("Flags", (), dict(command_line.SAMPLING, **dict.fromkeys(["height", "width", "size_from"]), seed=[0],
                                    jobs="jobs.jsonl", out_dir=folder / "out"))
     for sample in samples:
         with common.collect_errors(problems):

@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 
 import common
-from library.files import sniff, tensor_files
+from library.files import tensor_files
 from library.lora import foreign_loras, lora_paths, peft_config
 from library.lora.lora_file import unfold
 from training import resume, run_folder
@@ -602,7 +602,7 @@ def test_the_words_for_another_model_are_found_in_no_time():
     """foreign.family's patterns, over names that each of them nearly fits."""
     names = [word * 20 for word in ("transformer_blocks.1.", "layers_1_", "single_", "te1_te2_", "decoder.", "1" * 40)]
     begun = time.process_time()
-    sniff.family(names * 3000)
+    tensor_files.family_of(names * 3000)
     assert time.process_time() - begun < 5
 
 def test_more_tensors_than_a_lora_has_are_one_line(tmp_path):

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cache
 import common
-from library.cli import flag_types
+from library.cli import command_line
 from library.files import tensor_files
 from library.lora import foreign_loras
 from library.lora.lora_file import unfold
@@ -704,7 +704,7 @@ def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, kind, caplog
     assert curve(train_log(tmp_path / "r", *again, "--max_steps", 2, "--resume")) == curve(log_of(tmp_path / "a"))
     assert_bitwise(lora_of(tmp_path / "r"), lora_of(tmp_path / "a"))
     meta = predict.read_lora(tmp_path / "a").meta
-    peft_args = [list(flag_types.key_value(text)) for text in flags[5:]]
+    peft_args = [list(command_line.key_value(text)) for text in flags[5:]]
     assert meta["train.config"]["lora_args"] == peft_args and meta["train.config"]["data_hash"]
     assert {"torch", "peft"} <= meta["train.versions"].keys()
     assert abs(want / stock_loss(run.globals) - 1) > 1e-4

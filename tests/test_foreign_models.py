@@ -24,7 +24,7 @@ import cache
 import common
 from library.cli import command_line
 from library.data import dataset, stat_cache
-from library.models import model_files, published
+from library.models import model_files
 import predict
 from tests.harness import (TINY, add_item, copy_model, is_one_line, paint_picture, refused, run_script,
                            samples_of, save, within)
@@ -242,7 +242,7 @@ def test_a_text_encoder_whose_fields_do_not_fit_is_one_line(tmp_path, section):
 
 def test_the_published_configs_pass():
     """And a folder of ours does."""
-    for name, content in published.CONFIGS.items():
+    for name, content in model_files.CONFIGS.items():
         model_files.check_config(*name.split("/"), content)
     use_model(TINY, "transformer", None)
 

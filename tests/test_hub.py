@@ -19,7 +19,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
 import cache
 from library.data import picture_files
-from library.models import published
+from library.models import model_files
 from library.models.hub import MODELS
 import predict
 from tests.harness import EXACT, NATIVE, TINY, add_item, lora_tensors, refused, run_script
@@ -211,7 +211,7 @@ def test_the_models_that_are_planned_without_a_hub_are_those_that_a_short_name_i
 
 def test_the_published_configs_are_the_defaults_of_diffusers_classes():
     for part, cls in (("transformer", QwenImageTransformer2DModel), ("vae", AutoencoderKLQwenImage)):
-        config = {name: value for name, value in published.CONFIGS[f"{part}/config.json"].items() if name[0] != "_"}
+        config = {name: value for name, value in model_files.CONFIGS[f"{part}/config.json"].items() if name[0] != "_"}
         defaults = {name: inspect.signature(cls).parameters[name].default for name in config}
         assert json.dumps(config) == json.dumps(defaults) # tuples are lists there
 

@@ -330,10 +330,10 @@ def test_what_has_failed_is_not_held():
     held = []
     gc.disable()
     try:
-        with failures.warn_on_failure("x"):
+        with common.warn_on_failure("x"):
             work()
         with pytest.raises(Planted):
-            failures.on_all_processes(work)
+            common.on_all_processes(work)
         assert [ref() for ref in held] == [None, None]
     finally:
         gc.enable()

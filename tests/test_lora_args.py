@@ -14,7 +14,7 @@ from peft import LoraConfig
 import cache
 import predict
 from library.lora.peft_config import PATTERNS
-from training import lora_args
+from library.lora import peft_config
 from tests.harness import EXACT, NATIVE, TINY, assert_same_run, is_one_line, lora_of, rel, run_script
 
 def flags_of(given):
@@ -52,14 +52,14 @@ def test_every_field_of_peft_is_in_the_list_or_refused_with_a_remedy(monkeypatch
     """A new version's fields, too, and what is no field: no value of them comes through."""
     monkeypatch.setattr(cache, "find_model", lambda *_, **__: pytest.fail("model looked for"))
     names = [field.name for field in fields(LoraConfig)]
-    assert {*PATTERNS, *lora_args.VALUES} < {*names} and len(names) > 30
-    assert {*lora_args.INSTEAD} <= {*names} # or the line names what nobody gives
+    assert {*PATTERNS, *peft_config.VALUES} < {*names} and len(names) > 30
+    assert {*peft_config.INSTEAD} <= {*names} # or the line names what nobody gives
     for name in [*names, "no_such"]:
         for value in ("x", True, 1, ["to_q"]):
-            if value is True and name in lora_args.VALUES:
+            if value is True and name in peft_config.VALUES:
                 continue
             with pytest.raises(SystemExit) as e:
-                lora_args.refuse_lora_args({name: value})
+                peft_config.refuse_lora_args({name: value})
             line = capsys.readouterr().err
             assert e.value.code == 2 and is_one_line(line.strip(), "--lora_args", name), line
             assert any(word in line for word in ("give ", "; leave it out", "raise --", "--lora_targets")), line

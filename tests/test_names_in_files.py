@@ -203,7 +203,7 @@ ALLOWED = {
                         "cls.config_class.from_pretrained(folder)": FILES},
         "try_schedule": {"FlowMatchEulerDiscreteScheduler.from_config(content)": FILES}},
     "library/models/devices.py": {"find_flash": {"find_spec(package)": OWN}},
-    "library/files/sniff.py": {"family": {"re.search(pattern)": OWN}},
+    "library/files/tensor_files.py": {"family": {"re.search(pattern)": OWN}},
     "library/cli/command_line.py": {"parse_args": {"find_spec(PACKAGES[value])": OWN, "getattr(flag)": OWN}},
     "library/lora/foreign_loras.py": {"group_by_layer": {"re.search(pattern)": OWN}},
     "library/lora/peft_config.py": {
@@ -217,7 +217,7 @@ ALLOWED = {
         "find_optimizer": {"locate(args.optimizer)": "--optimizer; a model's folder may name torch.optim's only"}},
     "training/plan.py": {
         "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(low_bit))": OWN}},
-    "library/models/published.py": {"stand_in": {"getattr(flag)": OWN, "setattr(flag)": OWN}},
+    "library/models/model_files.py": {"stand_in": {"getattr(flag)": OWN, "setattr(flag)": OWN}},
     "library/models/quantization.py": {"quantize_linears": {"getattr(child)": "of a model's modules",
                                                 "setattr(child)": "of a model's modules"}},
     "library/models/one_file.py": {

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import common
-from library.cli import command_line, flag_types
+from library.cli import command_line
 from library.data import dataset
 from library.lora import lora_paths
 from library.models import environment, hub
@@ -232,8 +232,8 @@ def test_a_part_of_a_dataset_is_answered_with_the_dataset(two):
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 def test_areas_have_limits_that_are_allowed():
-    assert flag_types.pixels("32x32") == 1024 and flag_types.pixels("12500*12800") == common.MAX_PIXELS
-    assert flag_types.pixels("native") == "native" and flag_types.pixels("4097") == 4097
+    assert command_line.pixels("32x32") == 1024 and command_line.pixels("12500*12800") == common.MAX_PIXELS
+    assert command_line.pixels("native") == "native" and command_line.pixels("4097") == 4097
 
 def test_import_data_needs_no_source_beside_control(tmp_path):
     """The line is the command that is meant, also in another order."""

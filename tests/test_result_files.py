@@ -17,7 +17,7 @@ from PIL import Image
 
 import cache
 import common
-from library.cli import flag_types
+from library.cli import command_line
 from library.data import dataset
 from library.files import tensor_files
 from library.results import contact_sheets, result_files
@@ -251,7 +251,7 @@ def test_seeds_that_would_give_one_picture_are_refused(here, tmp_path):
     for script in ("predict.py", "train.py", "tools/lean_train.py"):
         result = run_script(script, "--seed", 2**32)
         assert result.status == 2 and is_one_line(*result.errors, "--seed", "32 bits", "give 0 to 4294967295")
-    assert flag_types.seed_number(2**32 - 1) == 2**32 - 1
+    assert command_line.seed_number(2**32 - 1) == 2**32 - 1
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text(json.dumps(dict(image=str(here / "in/bee.png"), prompt="x", seed=2**32 + 1)), "utf-8")
     result = run_script("predict.py", "--jobs", jobs)

@@ -10,7 +10,7 @@ from PIL import Image
 
 import cache
 import common
-from library.cli import flag_types
+from library.cli import command_line
 from library.data import dataset, picture_files
 from training import best_step, validation
 import predict
@@ -20,7 +20,7 @@ from tests.harness import (EXACT, NATIVE, ON_DEVICE, add_item, curve, is_one_lin
 def test_validation_changes_no_number(tmp_path, data, monkeypatch):
     """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
     dropout. Pictures without the LoRA are drawn once."""
-    monkeypatch.setitem(flag_types.SAMPLING, "num_inference_steps", 2)
+    monkeypatch.setitem(command_line.SAMPLING, "num_inference_steps", 2)
     flags = ["--cache_dir", tmp_path / "c", "--lora_dropout", 0.5, "--max_steps", 3, *NATIVE, *EXACT]
     drawn, denoise = [], predict.denoise
     monkeypatch.setattr(predict, "denoise", lambda *args: drawn.append(1) or denoise(*args))
@@ -58,7 +58,7 @@ def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):
 def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, monkeypatch):
     """For a page that shows the run: each validation's pictures, as drawn, and once what they are compared with, all in
     the drawn size. Of more than 20 validations the oldest pictures go, but for those of the best steps."""
-    monkeypatch.setitem(flag_types.SAMPLING, "num_inference_steps", 2)
+    monkeypatch.setitem(command_line.SAMPLING, "num_inference_steps", 2)
     add_item(data, "deep/cat", [(64, 96), (96, 64), (300, 40)])
     flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--max_steps", 2, "--sample_every", 1, *NATIVE, *EXACT]
     assert train(data, tmp_path, *flags).status == 0
@@ -110,7 +110,7 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
 @pytest.mark.parametrize("most, made", [(2, [0, 2]), (9, [0, 1, 2, 3, 4]), (0, [])])
 def test_a_validation_makes_at_most_val_pictures_and_computes_the_loss_of_all(tmp_path, monkeypatch, most, made):
     """They are spread over all samples, and in the sheet. What goes to the first process are numbers, no pictures."""
-    monkeypatch.setitem(flag_types.SAMPLING, "num_inference_steps", 2)
+    monkeypatch.setitem(command_line.SAMPLING, "num_inference_steps", 2)
     for n in range(5):
         add_item(tmp_path / "data", f"{n}/cat", [(160, 160), (128, 160)])
     losses, sent, real_generate, real_gather = [], [], predict.generate_samples, common.gather_objects

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import library # first, so that no other folder is taken for one of our modules
 import common
-from library.cli import command_line, flag_types
+from library.cli import command_line
 from library.models import environment
 
 # per sample, in tokens: height x width of its target and of its controls, and the length of its text
@@ -42,13 +42,13 @@ flag("--size", "small", "full: the real shape, with 41 GB of weights", choices=[
 flag("--preset", None, "which samples (default: mixed mild uniform; with --size full four others)", nargs="+",
      choices=PRESETS)
 flag = parser.group("how")
-flag("--rounds", 9, "number of timed rounds; use 9 or more for a figure that you quote", type=flag_types.positive)
+flag("--rounds", 9, "number of timed rounds; use 9 or more for a figure that you quote", type=command_line.positive)
 flag("--device", "cpu", "cpu, cuda, cuda:1, ...")
 flag("--dtype", None, "dtype of the model (default: float32; with --size full bfloat16)",
      choices=["float32", "bfloat16"])
-flag("--threads", 1, "CPU threads; with 1 the clock is processor time, with more wall time", type=flag_types.positive)
+flag("--threads", 1, "CPU threads; with 1 the clock is processor time, with more wall time", type=command_line.positive)
 flag("--checkpointing", None, "recompute this many blocks in the backward pass; stock can recompute only all or none "
-     "(default: none; with --size full all)", type=flag_types.natural, metavar="BLOCKS")
+     "(default: none; with --size full all)", type=command_line.natural, metavar="BLOCKS")
 flag("--compile", False, "torch.compile the blocks of packed")
 args = parser.parse_args()
 environment.refuse_devices(args)

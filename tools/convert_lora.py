@@ -28,7 +28,7 @@ import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, NOTHING, is_utf8, tell
 from library.cli import command_line
-from library.cli.flag_types import number, positive
+from library.cli.command_line import number, positive
 from library.data import stat_cache
 from library.files import disk, stray_files, tensor_files
 from library.lora import lora_paths
@@ -187,12 +187,12 @@ def rounded(weight, change, dtype):
 def compare_bases(loras, model, folder):
     """A line for each LoRA that was trained on another model than this one, which is in this folder."""
     import cache
-    from library.lora import base_model
+    from library.lora import lora_file
     weights = None
-    if any("model_hash" in base_model.training_of(lora) for lora in loras): # else 41 GB need not be read
+    if any("model_hash" in lora_file.training_of(lora) for lora in loras): # else 41 GB need not be read
         with tempfile.TemporaryDirectory() as tmp:
             weights = cache.hash_part(folder / "transformer", tmp)
-    base_model.warn_other_base(loras, base_model.base_of(model, None, folder, folder, weights))
+    lora_file.warn_other_base(loras, lora_file.base_of(model, None, folder, folder, weights))
 
 def copy_file(source, target):
     """Hard-links a large file, where the disk allows it. Copies other files, so that a user can edit the copies."""

@@ -51,7 +51,7 @@ import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, tell
 from library.cli import command_line
-from library.cli.flag_types import pixels
+from library.cli.command_line import pixels
 from library.data import dataset, picture_files
 from library.data.automatic_mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion,
                                          inverse, remaining_motion, same_shape)
@@ -390,7 +390,10 @@ def shared_box(motion, size, control_size):
 def repair(sample, folder):
     """-> the sample with aligned pictures, PNGs in `folder`; or a text that says why it cannot be repaired."""
     from predict import save_png
-    others = [(read_mask if dataset.ROLES[role].is_mask else read_image)(path) for role, path in sample.overlays.items()]
+    others = []
+    for role, path in sample.overlays.items():
+        read = read_mask if dataset.ROLES[role].is_mask else read_image
+        others.append(read(path))
     aligned = align_pair(read_image(sample.target), read_image(sample.controls[0]), *others)
     if isinstance(aligned, str):
         return aligned

@@ -38,7 +38,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # without this, cuBL
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import library # first, so that no other folder is taken for one of our modules
 import common
-from library.cli import command_line, flag_types
+from library.cli import command_line
 from library.files import disk
 from library.models import environment
 
@@ -59,7 +59,7 @@ parser = command_line.Parser(__doc__)
 flag = parser.group("flags")
 flag("--stages", STAGES, "which to run; they keep this order", nargs="+", choices=STAGES)
 flag("--minutes", 10.0, "stop after this time, with the results so far; the stage claims gets two fifths of it",
-     type=flag_types.number(float, 0, 1e5))
+     type=command_line.number(float, 0, 1e5))
 flag("--device", "cuda", "cuda, cuda:1, ...; cpu: shows only that this script runs")
 flag("--out", Path("gpu_check.json"), "the JSON file with all results", type=Path)
 args = parser.parse_args()

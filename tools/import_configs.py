@@ -20,10 +20,11 @@ import yaml # comes with huggingface_hub
 
 import common
 from common import InputError, tell
-from library.cli import flag_types
-from library.cli.flag_types import not_negative, number, positive
+from library.cli import command_line
+from library.cli.command_line import not_negative, number, positive
 from library.data.dataset import as_list
 from library.files import stray_files
+from library.lora import peft_config
 
 CONFIGS = ".toml .yaml .yml .sh .env".split()
 ASK = "name the folders: OUT --target DIR --control DIR" # what to do about any layout that this script does not know
@@ -138,7 +139,7 @@ def read_config(path):
 def own_file(config, name):
     """-> the file that a configuration names, which must lie below its folder: perhaps it is a key, of which errors
     would tell. ValueError if it lies elsewhere, or is not there."""
-    file = locate(config, flag_types.only_text(name))
+    file = locate(config, command_line.only_text(name))
     if not file.is_file():
         raise ValueError(f"{file} does not exist")
     if not common.is_inside(file, config.parent):
@@ -316,13 +317,13 @@ def model_name(text):
 
 # {flag of train.py: the type that it has there}; test_import_configs.py compares them
 TYPES = dict(
-    model=model_name, target_pixels=flag_types.pixels, control_pixels=flag_types.pixels,
-    repeats=number(int, 1, 10_000), caption_dropout_rate=flag_types.fraction,
-    lora_rank=number(int, 1, flag_types.MOST_RANK), lora_alpha=number(float, 1e-6, flag_types.MOST_ALPHA),
+    model=model_name, target_pixels=command_line.pixels, control_pixels=command_line.pixels,
+    repeats=number(int, 1, 10_000), caption_dropout_rate=command_line.fraction,
+    lora_rank=number(int, 1, peft_config.MOST_RANK), lora_alpha=number(float, 1e-6, peft_config.MOST_ALPHA),
     lora_dropout=number(float, 0, 0.99), batch_size=positive, max_steps=positive, lr=not_negative,
-    warmup_steps=flag_types.natural, weight_decay=not_negative, max_grad_norm=number(float, 1e-12),
-    ema=number(float, 0, 0.99999), seed=flag_types.seed_number, offload=flag_types.natural,
-    sample_every=flag_types.natural, save_every=positive)
+    warmup_steps=command_line.natural, weight_decay=not_negative, max_grad_norm=number(float, 1e-12),
+    ema=number(float, 0, 0.99999), seed=command_line.seed_number, offload=command_line.natural,
+    sample_every=command_line.natural, save_every=positive)
 REFUSALS = (ArithmeticError, LookupError, TypeError, ValueError, argparse.ArgumentTypeError)
 SECRET = re.compile("(?i)token$|api_?key|secret|password") # a key whose value is nobody's business
 
@@ -422,7 +423,7 @@ def take_over(settings, flag, values, flags, samples):
     flags: {flag: words} of the rows above, on which steps and epochs depend."""
     batch = int(flags.get("batch_size", ["1"])[0])
     if flag == "repeats+1": # SimpleTuner counts those after the first one
-        return "repeats", to_words(settings, "repeats", [flag_types.natural(numeral(value)) + 1 for value in values])
+        return "repeats", to_words(settings, "repeats", [command_line.natural(numeral(value)) + 1 for value in values])
     if flag == "accumulation":
         count, = to_words(settings, "batch_size", values)
         return "batch_size", to_words(settings, "batch_size", [batch * int(count)])
@@ -570,7 +571,7 @@ def aitoolkit_part(config, their_dataset):
     alpha, mask = bool(their_dataset.get("alpha_mask")), their_dataset.get("mask_path")
     if alpha and mask:
         tell(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
-    default = flag_types.only_text(their_dataset.get("default_caption") or "")
+    default = command_line.only_text(their_dataset.get("default_caption") or "")
     if alpha:
         tell(f"{config}: alpha_mask: what is opaque in a target is its mask, and what is transparent becomes white")
     if alpha or mask:
@@ -660,11 +661,11 @@ def simpletuner_part(config, pair):
     if strategy == "instanceprompt" or row.get("only_instance_prompt"):
         if not words:
             raise KeyError("instance_prompt")
-        return part | dict(suffix=None, prompt=list(map(flag_types.only_text, as_list(words))))
+        return part | dict(suffix=None, prompt=list(map(command_line.only_text, as_list(words))))
     if strategy == "filename":
         part.update(suffix=None, prompt=None)
     if row.get("prepend_instance_prompt"):
-        part["trigger"] = flag_types.only_text(row["instance_prompt"])
+        part["trigger"] = command_line.only_text(row["instance_prompt"])
     return part | dict(wordings=not row.get("disable_multiline_split"))
 
 

@@ -53,7 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core
 import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, error_line, tell
-from library.cli import command_line, flag_types
+from library.cli import command_line
 from library.data import dataset, picture_files
 from library.data.dataset import as_list, refuse_many
 from library.data.picture_files import reserve_pixels
@@ -176,7 +176,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
         raise InputError(f"{target}: a trigger word of {len(trigger):,} letters; shorten it")
     if not trigger:
         for prompt in prompts:
-            flag_types.check_text("--prompt", prompt)
+            command_line.check_text("--prompt", prompt)
     if target in controls:
         raise InputError(f"{target}: given as both targets and controls; give the folder of the controls")
     if alone and controls:
@@ -691,7 +691,7 @@ def main():
          nargs="+", action="extend", metavar="ROLE=NAME")
     flag("--alone", False, "there are no controls, and OUT gets no control/")
     flag("--hold_out", 0, "write every N-th sample to OUT_val, for train.py --val_data, and the others to OUT",
-         type=flag_types.number(int, 2), metavar="N")
+         type=command_line.number(int, 2), metavar="N")
     flag("--skip_bad", False, "leave out the samples that have an error")
     args = parser.parse_args()
     columns = {}

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1])) # where the core fi
 import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, first_words, tell
-from library.cli import command_line, flag_types
-from library.cli.flag_types import key_value, natural, not_negative, number, positive
+from library.cli import command_line
+from library.cli.command_line import key_value, natural, not_negative, number, positive
 from library.data import dataset
 from library.files import stray_files, tensor_files
 from library.lora.lora_paths import LORA_FILE
@@ -49,7 +49,7 @@ flag("--warmup_steps", 0, "steps in which the learning rate rises from 0", type=
 flag("--max_grad_norm", 1.0, "a gradient longer than this is scaled down to it", type=number(float, 1e-12))
 flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
 flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
-flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial LoRA", type=flag_types.seed_number)
+flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial LoRA", type=command_line.seed_number)
 flag("--out_dir", Path("out/lean"), "gets the LoRA (also for ComfyUI), log.jsonl, and what --resume needs", type=Path)
 flag("--save_every", 200, "steps between saves, each of which replaces the one before", type=positive)
 flag("--resume", False, "continue the run in --out_dir; begin if that has none")

@@ -45,7 +45,8 @@ def main():
              for sample in index_file.read_index(index)[0] for file in cache.files_of(sample)}
     kept = set() # of scripts at work, or killed
     for planned in plans:
-        needed = {args.cache_dir / line for line in stray_files.read_text(planned, common.LONG_TEXT).splitlines()} - known
+        lines = stray_files.read_text(planned, common.LONG_TEXT).splitlines()
+        needed = {args.cache_dir / line for line in lines} - known
         kept |= needed
         if needed:
             common.tell(f"{planned}: lists what a script needs; if none is at work, and you will not start it again, "

@@ -4,8 +4,6 @@ What fails in a training, and what then becomes of it.
 What does not train is a warning: the log, the tracker, the bar, a validation. What ends the run saves the last whole
 step before. Several processes end together, and a checkpoint is written only while all of them have the same LoRA.
 """
-import contextlib
-
 import torch
 
 import common
@@ -13,24 +11,7 @@ from common import InputError, first_words, say, tell
 from library.lora.lora_paths import LORA_FILE, checkpoints, number_of
 from training import run_folder
 
-# ---- warnings: what does not train ends nothing ----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def warn_on_failure(what):
-    """Within `with`, an exception or a library's sys.exit is a warning, the first time, and ends nothing. what: the
-    warning's beginning."""
-    try:
-        yield
-    except (Exception, SystemExit) as e:
-        warn(what, e)
-
-
-def warn(what, why):
-    """Prints a warning the first time that this fails. why: an exception, or words."""
-    if not any(line.startswith(f"warning: {what}: ") for line in common.WARNED):
-        why = first_words(why).removeprefix("error: ")
-        common.warn_once(f"warning: {what}: {why}; the work goes on, and tries it again next time")
+# ---- a validation that fails -----------------------------------------------------------------------------------------
 
 
 def warn_of_validation(e, step, fsdp):
@@ -41,42 +22,13 @@ def warn_of_validation(e, step, fsdp):
     if fsdp:
         raise e
     if isinstance(e, torch.OutOfMemoryError):
-        warn("no memory for the validation", "lower --max_tokens for it")
+        common.warn_again("no memory for the validation", "lower --max_tokens for it")
     else:
-        warn("the validation", e)
-    if common.rank() and not isinstance(e, FailedElsewhere): # warn() speaks for the first one alone
+        common.warn_again("the validation", e)
+    if common.rank() and not isinstance(e, common.FailedElsewhere): # warn_again() speaks for the first one alone
         tell(f"warning: the validation: {first_words(e)} (on process {common.rank()})")
 
-# ---- several processes: if one fails, all leave; do all still have the same LoRA? ------------------------------------
-
-
-class FailedElsewhere(SystemExit): # a class because warn_of_validation must know it from a library's
-    """Another process has failed, and prints the reason. This one exits with status 1 and prints nothing."""
-
-    def __init__(self, reason):
-        super().__init__(reason)
-        self.code = 1
-
-
-def on_all_processes(work, fsdp=False):
-    """-> work(), which each process does for itself. If it fails on one, it raises on all of them, before they wait for
-    each other: there its own exception, elsewhere FailedElsewhere. fsdp: the processes wait for each other within
-    work(), so this cannot help."""
-    if fsdp:
-        return work()
-    failure = None
-    try:
-        result = work()
-    except (Exception, SystemExit) as e:
-        failure = e
-    reasons = common.gather_objects(first_words(failure) if failure else "")
-    try:
-        for rank, reason in enumerate(reasons):
-            if reason:
-                raise failure or FailedElsewhere(f"{reason.removeprefix('error: ')} (on process {rank})")
-    finally:
-        failure = None # it and this function would hold each other, and all tensors of the functions that have failed
-    return result
+# ---- several processes: do all still have the same LoRA? -------------------------------------------------------------
 
 
 # Each process takes every optimizer step by itself, from the same gradients and with the same random numbers, so no

@@ -31,7 +31,7 @@ import rope_patch
 from cache import files_of
 from common import say, world
 from library.models import hub, model_files, quantization
-from library.models.published import CONFIGS
+from library.models.model_files import CONFIGS
 from predict import text_keys_of
 from training import memory_fit, validation
 
@@ -427,7 +427,7 @@ def at_hand(model):
         find_model(model, [*PARTS], weights=False)
         return True
     except common.InputError:
-        common.say(f"{model}: neither here nor from the hub; planned with its configs in library/models/published.py, and with "
+        common.say(f"{model}: neither here nor from the hub; planned with the configs of the published models, and with "
                    "tiny's tokenizer, which makes two to four times as many tokens of a prompt as the model's own")
         return False
 

@@ -21,7 +21,6 @@ from peft.tuners.lora import LoraLayer
 
 import predict
 from common import InputError, first_words, on_first_process, rank
-from library.lora.lora_paths import LORA_FILE
 from rope_patch import blocks_of
 from training import run_folder
 from training.optimizers import averaged_weights
@@ -80,7 +79,7 @@ def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, met
         write_checkpoint(folder / "checkpoint-000001", 1, optimizer)
         trained = lora | {name: p for name, p in transformer.named_parameters() if p.requires_grad}
         with averaged_weights(optimizer):
-            predict.save_lora(folder / LORA_FILE, transformer, dict(step=1, **meta), fold=True)
+            predict.save_lora(folder / predict.LORA_FILE, transformer, dict(step=1, **meta), fold=True)
             trained = {f"transformer.{name.replace('.default.', '.')}": p.detach().to("cpu", copy=True)
                        for name, p in trained.items()}
     scales = {name: module.scaling["default"] for name, module in transformer.named_modules()

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from common import InputError, first_words, say, shell_command
-from library.cli.flag_types import SAMPLING, is_index
+from library.cli.command_line import SAMPLING, is_index
 from library.files.disk import delete
 from library.files.stray_files import listed
 from library.files.tensor_files import OtherVersion, read_header, read_tensors, write_tensors

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common import (FULL, InputError, LONG_TEXT, file_in, is_inside, is_utf8, os_reason, refuse_to_replace, say,
                     shell_command, sync, warn_once)
-from library.cli import flag_types
+from library.cli import command_line
 from library.files import disk
 from library.files.stray_files import is_broken, listed
 from library.lora.lora_paths import LORA_FILE, checkpoints, number_of, numbered
@@ -31,7 +31,7 @@ DRAWING = [
     "quantize",
     "quantize_text_encoder",
     "offload",
-    *flag_types.SAMPLING,
+    *command_line.SAMPLING,
 ]
 
 # ---- which folder, and what may be in it -----------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def remove_pictures(out_dir):
 
 def option(name, value):
     """-> the words of a command that give a flag this value, which may look like a flag itself."""
-    if value == flag_types.ALL_BLOCKS:
+    if value == command_line.ALL_BLOCKS:
         value = "all"
     if str(value).startswith("-"):
         return [f"--{name}={value}"]

@@ -10,7 +10,6 @@ import numpy as np
 
 import common
 from common import InputError, first_line, first_words, printable
-from training import failures
 
 # ---- log.jsonl -------------------------------------------------------------------------------------------------------
 
@@ -31,7 +30,7 @@ class Log: # a class because it keeps the lines that are not on the disk yet
         self.step = record["step"]
         self.waiting.append(json.dumps(record))
         self.flush(sync)
-        with failures.warn_on_failure("--tracker"):
+        with common.warn_on_failure("--tracker"):
             self.track(self.step, {name: record[name] for name in names}, pictures)
 
     def flush(self, sync=False):
@@ -40,7 +39,7 @@ class Log: # a class because it keeps the lines that are not on the disk yet
         for line in common.WARNED[self.warnings:]:
             self.waiting.append(json.dumps(dict(step=self.step, warning=line)))
         self.warnings = len(common.WARNED)
-        with failures.warn_on_failure(self.path):
+        with common.warn_on_failure(self.path):
             with open(self.path, "ab") as f:
                 # the disk may have taken half a line before it refused the rest
                 if self.failed and os.fstat(f.fileno()).st_size > self.size:

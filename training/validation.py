@@ -18,12 +18,11 @@ import cache
 import common
 import predict
 from common import InputError, content_key, tell
-from library.cli import flag_types
 from library.data import picture_files
 from library.files import disk
 from library.results import contact_sheets
 from library.results.result_files import cause_of, picture_stem
-from training import best_step, failures
+from training import best_step
 
 # ---- which pictures, and how good is one? ----------------------------------------------------------------------------
 
@@ -34,17 +33,12 @@ def psnr(image, reference):
     return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
 
 
-def sampling_flags(args):
-    """-> {name: value} of train.py's flags that predict.Settings has, too, but for the seed."""
-    return flag_types.SAMPLING | {name: value for name, value in vars(args).items() if name in flag_types.SAMPLING}
-
-
 def choose_pictures(samples, args):
     """-> {place in samples: (the sample, predict.Settings)}, at most --val_pictures of them."""
     # spread over all samples, as neighbours are often alike
     count = min(args.val_pictures, len(samples))
     places = [n * len(samples) // count for n in range(count)]
-    settings = predict.Settings(**sampling_flags(args), seed=args.seed)
+    settings = predict.Settings(**predict.sampling_flags(args), seed=args.seed)
     return {place: (samples[place], settings) for place in places}
 
 
@@ -61,7 +55,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
     def __init__(self, transformer, scheduler_config, samples, encoders, model_folder, out_dir, sample_loras, args):
         self.transformer, self.scheduler_config, self.samples = transformer, scheduler_config, samples
         self.encoders, self.out_dir, self.args = encoders, out_dir, args
-        self.flags = sampling_flags(args)
+        self.flags = predict.sampling_flags(args)
         self.val_key = content_key(samples=cache.data_hash(samples), val_pictures=min(args.val_pictures, len(samples)),
                                    flags=self.flags, sample_loras=sample_loras)
         if encoders:
@@ -82,9 +76,9 @@ class Drawer: # a class because the base's pictures stay from one validation to 
                 base = self.base_pictures
                 return [self.compare(place, base[place], picture, step)
                         for place, picture in self.generate(trained=True).items()]
-            rows = failures.on_all_processes(compare_all, self.args.fsdp)
+            rows = common.on_all_processes(compare_all, self.args.fsdp)
             rows = sorted(sum(common.gather_objects(rows), []))
-            with failures.warn_on_failure("the validation's pictures"):
+            with common.warn_on_failure("the validation's pictures"):
                 return self.report(step, rows) if common.rank() == 0 else None
         finally:
             self.transformer.set_adapter("default")
@@ -203,6 +197,10 @@ class Drawer: # a class because the base's pictures stay from one validation to 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
+
+def best_lines(out_dir):
+    """-> the lines that say which of a run's validations is the best so far."""
+    return best_step.describe(best_step.read_validations(out_dir))
 
 def loss_line(step, loss):
     """-> the line that a validation prints of its loss."""

@@ -27,10 +27,10 @@ from pathlib import Path
 import common
 from common import (InputError, LONG_TEXT, collect_errors, error_line, file_hash, first_words, is_inside,
                     print_problems, read_object, shell_command, world)
-from library.cli.flag_types import SAMPLE_FLAGS, check_text, is_index, is_visible, noise_level, png_name, seed_number
+from library.cli.command_line import SAMPLE_FLAGS, check_text, is_index, is_visible, noise_level, png_name, seed_number
 from library.data import picture_files, stat_cache
 from library.data.picture_files import image_size, mask_is_empty, open_image, read_mask, reserve_pixels
-from library.files import sniff, stray_files
+from library.files import stray_files, tensor_files
 from library.files.stray_files import find_files, near_path, read_text, refuse_outside
 
 MOST_CONTROLS = 99 # of a sample
@@ -452,7 +452,7 @@ def refuse_missing_input(args):
     if world() > 1:
         return
     for file in args.lora:
-        sniff.refuse_family(file)
+        tensor_files.refuse_family(file)
     samples, problems = read_samples(args)
     facts_of, _ = remember_facts([replace(sample, overlays={}) for sample in samples], args.cache_dir)
     good = 0

@@ -3,7 +3,6 @@ from pathlib import Path
 
 from common import InputError
 from library.cli.command_line import is_given
-from library.data import dataset
 
 def how_many(samples):
     """-> "19 samples", and how many prompts, if that is another number."""
@@ -15,9 +14,9 @@ def describe(samples, val_samples):
     lines = [how_many(samples)]
     if alone := sum(not s.controls for s in samples):
         lines[0] += f", {alone} of them without a control: text-to-image"
-    for role in dataset.overlay_roles():
-        if count := sum(role in s.overlays for s in samples):
-            lines.append(f"{role}: {count} of {len(samples)} pairs")
+    for role in sorted(set().union(*[s.overlays for s in samples])):
+        count = sum(role in s.overlays for s in samples)
+        lines.append(f"{role}: {count} of {len(samples)} pairs")
     if auto := sum("mask" in s.encodings[0] for s in samples):
         lines.append(f"--mask auto looks for the edit in {auto} pairs; tools/doctor.py DATA --mask auto shows what it "
                      "finds")

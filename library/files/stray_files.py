@@ -9,7 +9,6 @@ not whole yet, cat.jpg_original and cat.jpg~ are copies from before an edit. Tak
 beside cat; so the line names them as the pictures that they are, and a person may rename them.
 """
 import contextlib
-import difflib
 import functools
 import os
 import re
@@ -17,7 +16,7 @@ import unicodedata
 from pathlib import Path
 
 import common
-from common import InputError, is_inside
+from common import InputError, closest, is_inside
 
 def refuse_outside(path, folder):
     """InputError unless is_inside: who has made a dataset does not choose what else is read of this disk."""
@@ -146,14 +145,6 @@ def why_gone(path):
     for (before, after), cloud in AWAY.items():
         if not os.path.exists(path) and os.path.exists(path.parent / f"{before}{path.name}{after}"):
             return f"is in {cloud}, and not on this disk; download it first"
-
-
-def closest(word, known, least=0.7):
-    """-> what the name stands for that is most like this word, in whatever letters; None if none is at least so much.
-    known: {name: what it stands for}."""
-    by_lower = {name.lower(): meant for name, meant in known.items()}
-    near = difflib.get_close_matches(word.lower(), by_lower, 1, least)
-    return by_lower[near[0]] if near else None
 
 
 def nearest(path):

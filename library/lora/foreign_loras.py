@@ -23,11 +23,11 @@ from diffusers import QwenImageTransformer2DModel
 
 import common
 from common import first_words, is_inside, read_object, tell, warn_once
-from library.cli.flag_types import MOST_RANK
-from library.files import sniff, tensor_files
+from library.files import tensor_files
 from library.files.stray_files import read_text
 from library.lora.lora_paths import PEFT_FILE
-from library.lora.peft_config import check_config, lora_error, number_of_file, number_of_layer, scale_of_layer
+from library.lora.peft_config import (MOST_RANK, check_config, lora_error, number_of_file, number_of_layer,
+                                      scale_of_layer)
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -105,7 +105,7 @@ def group_by_layer(file, tensors):
     if not kinds - {"alpha"}:
         refuse_no_lora(file, tensors)
     if unknown:
-        what, pattern = sniff.family(unknown)
+        what, pattern = tensor_files.family_of(unknown)
         if what:
             unknown = [key for key in unknown if re.search(pattern, key)] + unknown
         words = f", which looks like {what}" if what else ""
@@ -118,7 +118,7 @@ def refuse_no_lora(file, tensors):
     """InputError for a file without a LoRA's matrices."""
     if any(re.search(r"transformer_blocks\.\d+\.attn\.add_q_proj\.", key) for key in tensors):
         raise lora_error(file, "it holds no LoRA but a whole transformer of Qwen-Image", "give it as --transformer")
-    what, _ = sniff.family(tensors)
+    what, _ = tensor_files.family_of(tensors)
     words = f"but {what}" if what else f"(a tensor of it: {min(tensors, default='none')})"
     raise lora_error(file, f"it holds no LoRA {words}")
 

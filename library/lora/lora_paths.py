@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import common
-from common import InputError, is_inside, warn_once
-from library.files.stray_files import closest, nearest
+from common import InputError, closest, is_inside, warn_once
+from library.files.stray_files import nearest
 from library.models.hub import from_hub
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder

@@ -10,7 +10,7 @@ from threading import Timer
 import torch
 import torch.distributed as dist
 
-from common import InputError, first_line, flag_error, say, tell, world
+from common import InputError, first_line, flag_error, gather_objects, on_first_process, say, tell, world
 from library.models import environment
 from library.models.environment import MEETING
 from library.models.hub import is_tiny
@@ -202,3 +202,15 @@ def join_processes(backend):
                          f"there ({first_line(e)}); give the first one's address and a free port, or use torchrun")
     finally:
         waiting.cancel()
+
+def refuse_differences(out_dir, assumed):
+    """InputError names what the processes do not agree on. Each would train its own order of samples, silently."""
+    views = gather_objects(assumed)
+
+    def compare():
+        for n, view in enumerate(views):
+            for name, value in view.items():
+                if value != views[0][name] and not name.endswith("device"):
+                    raise InputError(f"{out_dir}: process {n} has {name} {value}, the first one {views[0][name]}; "
+                                     "start all with the same command and the same files")
+    on_first_process(compare)

@@ -2,8 +2,7 @@
 import os
 from pathlib import Path
 
-from common import InputError, first_words
-from library.files.stray_files import closest
+from common import InputError, closest, first_words
 
 TINY_DATA = Path(__file__).parents[2] / "tiny/data"
 TINY_WIDTH = '"joint_attention_dim": 64,' # in the config.json of tiny's transformer; the real model has 3584

@@ -17,7 +17,6 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from common import InputError, first_line
-from rope_patch import blocks_of
 
 def too_little(blocks, need, found):
     return InputError(f"--offload: {blocks} blocks need {need / 2**30:.1f} GiB of host memory, {found}; offload fewer, "
@@ -41,11 +40,11 @@ def check_host(block, blocks, shards=1):
     return need
 
 
-def place(transformer, device, offloaded_blocks, quantize_block):
+def place(transformer, blocks, device, offloaded_blocks, quantize_block):
     """Brings the transformer, with its LoRAs, to the device, one block after the other, and calls quantize_block(block)
     first. offloaded_blocks: the numbers of those whose frozen weights go to pinned host memory, as one tensor each ->
     transformer. InputError if the host has too little memory."""
-    device, blocks = torch.device(device), blocks_of(transformer)
+    device = torch.device(device)
     hosts, buffers = [], []
     for i, block in enumerate(blocks):
         quantize_block(block)

@@ -28,7 +28,7 @@ from diffusers import QwenImageTransformer2DModel
 
 import common
 from common import InputError, first_words
-from library.files import sniff
+from library.files import tensor_files
 from library.files.stray_files import near_path
 from library.models import model_files
 from rope_patch import blocks_of
@@ -70,7 +70,7 @@ def open_file(path):
     if not Path(path).is_file():
         raise error_of(path, "no file of that name",
                        f"{near_path(path)} (of the hub: hf download REPO FILE --local-dir .)")
-    return sniff.open_file(path, functools.partial(error_of, path), REMEDY)
+    return tensor_files.open_safetensors(path, functools.partial(error_of, path), REMEDY)
 
 
 def is_used(name):
@@ -89,7 +89,7 @@ def read_layout(path):
         raise error_of(path, "a LoRA", "give it as --lora (in train.py --pretrained_lora), and leave out --transformer")
     prefixes = sorted(set(re.findall(r"^((?:.*\.)?)transformer_blocks\.\d+\.attn\.", text, re.M)))
     # an all-in-one file has a text encoder and a VAE beside; Flux has blocks of the same name, and single ones
-    family, _ = sniff.family([key for key in keys if not prefixes or "single_" in key])
+    family, _ = tensor_files.family_of([key for key in keys if not prefixes or "single_" in key])
     if family:
         raise error_of(path, f"looks like {family}", "give a transformer of Qwen-Image-Edit")
     if not prefixes:

@@ -14,15 +14,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from library.models.offloading import check_host
-from rope_patch import blocks_of
 
-def shard(transformer, device, offloaded_blocks, quantize_block):
+def shard(transformer, blocks, device, offloaded_blocks, quantize_block):
     """Brings the transformer, with its LoRAs, to the device, block by block: quantize_block(block), then its shards.
     offloaded_blocks: the numbers of those whose shards go to pinned host memory -> transformer. InputError if the host
     has too little memory."""
     # the warning fears for outputs that are changed in place, and none is
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    device, blocks = torch.device(device), blocks_of(transformer)
+    device = torch.device(device)
     if device.type == "cuda": # where FSDP2 works; set_device wants a number
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
