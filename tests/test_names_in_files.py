@@ -214,7 +214,7 @@ ALLOWED = {
     "library/models/offloading.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
     "training/optimizers.py": {
         "refuse_missing": {"find_spec(package)": "--optimizer"},
-        "find_optimizer": {"locate(args.optimizer)": "--optimizer; a model's folder may name torch.optim's only"}},
+        "find_optimizer": {"locate(args.optimizer)": "--optimizer"}},
     "training/plan.py": {
         "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(low_bit))": OWN}},
     "library/models/model_files.py": {"stand_in": {"getattr(flag)": OWN, "setattr(flag)": OWN}},

@@ -138,7 +138,7 @@ MISSES = [
     ("tools/doctor.py photo", "give photos"), ("train.py --data before after", "tools/import_data.py converts"),
     ("tools/doctor.py config.yaml", "first python tools/import_data.py config.yaml OUT"),
     ("tools/doctor.py photos photos", "given twice; give each once"),
-    ("tools/import_data.py config.yml pairs", "give config.yaml"), ("tools/prune.py cach", "give cache"),
+    ("tools/import_data.py config.yml pairs", "give config.yaml"), ("tools/prune.py encode", "give encoded"),
     (f"tools/prune.py {RUN}", "--keep N keeps fewer"),
     (f"tools/prune.py {RUN}/checkpoint-000200", f"a run's checkpoint: rm -r {RUN}/checkpoint-000200"),
     (f"tools/measure.py {RUN} photos", f"predict.py --lora {RUN} --jobs photos --out_dir edited"),
@@ -164,7 +164,7 @@ def first_hour(tmp_path_factory):
         lora_file(place, lora_tensors())
     for name in (f"{RUN}/log.jsonl", "config.yaml", "jobs.jsonl", "qwen-fp8.safetensors"):
         (home / name).write_text("{}\n", "utf-8")
-    (home / "cache").mkdir()
+    (home / "encoded").mkdir()
     name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight"
     save_file({name: torch.zeros(4, 4)}, home / "sdxl.safetensors")
     return home
@@ -175,8 +175,8 @@ def test_a_near_miss_is_one_line_that_says_what_to_type(first_hour, typed, helps
     before = sorted(first_hour.rglob("*"))
     result = run_script(*shlex.split(typed), folder=first_hour)
     assert result.status and len(result.err.splitlines()) == 1 and is_one_line(result.errors[0], helps), result.err
-    assert sorted(path for path in first_hour.rglob("*") if "cache" not in path.parts) == [
-        path for path in before if "cache" not in path.parts]
+    assert sorted(path for path in first_hour.rglob("*") if "encoded" not in path.parts) == [
+        path for path in before if "encoded" not in path.parts]
 
 # flags of the script, and at the end a value that it never takes
 ODD = {

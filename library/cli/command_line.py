@@ -105,7 +105,9 @@ def meant_by(name, own):
     rows = [row.split(": ", 1) for row in OTHER_NAMES.strip().splitlines()]
     answers = [answer for names, answer in rows if name in names.split()]
     meant = [answer for answer in answers if not answer.startswith("--") or answer.split()[0] in own]
-    return " or ".join(meant) or closest(f"--{name}", own, 0.8) or ""
+    if meant:
+        return " or ".join(meant)
+    return closest(f"--{name}", own, 0.8) or "" # a bolder guess would name --max_tokens for --max_steps
 
 def explain(message, parser):
     """What argparse says of a command line -> the same, with what may be meant. Unknown flags come first: what they
@@ -118,10 +120,13 @@ def explain(message, parser):
     unknown = []
     for word in sys.argv[1:]:
         flag = word.partition("=")[0]
-        if FLAG.match(word) and not NEGATIVE.match(word) and flag not in known:
-            meant = meant_by(re.sub(r"^\W+", "", flag).replace("-", "_").lower(), own)
-            remedy = f"here {meant}" if meant.startswith("--") else meant or f"see {parser.prog} -h"
-            unknown.append(f"{flag}: unknown; {remedy}")
+        if flag in known or not FLAG.match(word) or NEGATIVE.match(word):
+            continue
+        name = re.sub(r"^\W+", "", flag).replace("-", "_").lower()
+        meant = meant_by(name, own) or f"see {parser.prog} -h"
+        if meant.startswith("--"):
+            meant = f"here {meant}"
+        unknown.append(f"{flag}: unknown; {meant}")
     if unknown:
         return "; ".join(dict.fromkeys(unknown))
     if message.startswith("unrecognized arguments: "):
@@ -131,8 +136,11 @@ def explain(message, parser):
         flag, value = found.groups("")
         choices = {str(choice): choice for choice in known[flag].choices or ()}
         meant = meant_by(f"{flag[2:]}={value}", {}) or closest(value, choices, 0.5)
-        if meant or choices:
-            return f"{message.split(' (choose')[0]}; give {meant or 'one of ' + ', '.join(choices)}"
+        if choices and not meant:
+            meant = "one of " + ", ".join(choices)
+        if meant:
+            message = message.split(" (choose")[0] # argparse lists the choices, too
+            return f"{message}; give {meant}"
     return message if ";" in message else f"{message}; see {parser.prog} -h"
 
 def add_model_flags(parser):

@@ -39,13 +39,14 @@ def training_warnings(args, samples, val_samples):
     lines = distortion(samples)
     if not samples or "max_steps" not in args: # all samples have errors, which are listed; or nothing is trained
         return [f"warning: {line}" for line in lines]
+    # one sample alone is a pass, however long it is
     length, name = max((tokens_of(sample), sample.name) for sample in samples)
     if length > args.max_tokens:
         lines.append(f"--max_tokens {args.max_tokens}: {name} has {length} by itself, and is computed all the same")
     weights = args.mask_foreground_weight, args.mask_background_weight
     if not any(weights):
         raise InputError("--mask_foreground_weight: both mask weights are 0, so nothing would be learned; give one")
-    if weights != (2, 1) and not any(has_mask(sample) for sample in samples):
+    if weights != (2, 1) and not any(has_mask(sample) for sample in samples): # these are the defaults
         lines.append("--mask_foreground_weight, --mask_background_weight: there is no mask; add mask/, or give --mask "
                      "auto")
     if args.warmup_steps >= args.max_steps and is_given("--warmup_steps"): # (tiny has a default)
@@ -93,10 +94,11 @@ def result_warnings(args, requests):
     targets = {Path(sample.target).resolve().parent for sample in samples if sample.target}
     if args.jobs and targets & {place, *place.parents}: # a dataset's folders are read as a whole
         raise InputError(f"--out_dir {args.out_dir}: lies among the dataset's targets; give another folder")
-    if args.image and len(args.image) > 3:
+    if args.image and len(args.image) > 3: # the published models take up to three
         lines.append(f"--image: {len(args.image)} pictures make one result; give their folder to edit each")
     if several := [sample.name for sample in samples if len(sample.prompts) > 1]:
         lines.append(f"{several[0]}: of several prompts only the first is used{others(several)}")
+    # each line of --jobs may have a negative prompt of its own
     without = []
     for sample, settings in requests:
         own = is_given("--negative_prompt") or settings.negative_prompt != args.negative_prompt
