@@ -10,7 +10,7 @@ import safetensors.torch
 
 import common
 from library.files import tensor_files
-from library.lora.lora_file import base_of, warn_other_base
+from library.lora.lora_file import warn_other_base
 import predict
 from tests.harness import (ON_DEVICE, TINY, as_v1, change_weight, copy_model, lora_file, lora_tensors, paint_picture,
                            run_script, save)
