@@ -28,13 +28,13 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
 import library # before all others: refuses a folder here that Python would import in place of one of them
-import contextlib
 import gc
 import inspect
 import json
 import math
 import re
 import secrets
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -50,7 +50,7 @@ from library.files import disk, stray_files, tensor_files
 from library.files.tensor_files import VERSION, read_tensors
 from library.models import hub
 from library.models.hub import TINY_DATA
-from library.results import code_hash
+from library.results.result_files import ENCODING, code_hash
 
 def read_flags():
     """-> args. A slip ends the script here."""
@@ -460,7 +460,7 @@ def encode_samples(pipe, samples, args, verify=False):
         remove_damaged(filter(Path.is_file, my_files), pipe)
     missing, failed = [file for file in jobs if not file.is_file()], {}
     if pipe: # (an index alone cannot encode anything again)
-        code_hash.warn_of_encoding(jobs.keys() - {*missing}, args.quantize_text_encoder, PREPROCESSING)
+        warn_of_other_code(jobs.keys() - {*missing})
     if missing:
         for folder in {file.parent for file in missing}:
             stray_files.refuse_outside(folder, args.cache_dir)
@@ -476,6 +476,21 @@ def encode_samples(pipe, samples, args, verify=False):
                              "the same command again, and nothing else that deletes there")
         all_failed |= failed
     return all_failed
+
+def warn_of_other_code(files):
+    """A warning if some of these encoded files were made by other code than ours. Only the headers of 32 are read,
+    evenly spread, as a cache may hold a hundred thousand: of a mixture the few can be missed. A file of another program
+    says nothing."""
+    files = sorted(files) if common.rank() == 0 else []
+    for file in files[::len(files) // 32 + 1]:
+        code = None
+        with suppress(Exception), open(file, "rb") as f: # a foreign file can fail in any way
+            code = json.loads(tensor_files.read_header(f)["__metadata__"]["json"]).get("code")
+        if code not in (None, code_hash(ENCODING)):
+            tell("warning: cache: encoded by another cache.py than this one, or with other files of library/data; if "
+                 f"they compute something else now, add 1 to PREPROCESSING ({PREPROCESSING}) in cache.py",
+                 file=sys.stderr)
+            return
 
 def remove_damaged(files, pipe):
     for file in common.progress("verifying", list(files), unit="file"):
@@ -516,7 +531,7 @@ def encode_files(pipe, jobs, args):
                 loaded = encoder
             encode = encode_latents if encoder == "vae" else encode_text
             meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls],
-                        code=code_hash.encoding(file, args.quantize_text_encoder))
+                        code=code_hash(ENCODING))
             try:
                 yield file, encode(pipe, sample, what, pictures.result()), meta
             except InputError as e:
@@ -527,7 +542,7 @@ def encode_files(pipe, jobs, args):
 
     # the encoder runs in this thread; four others read ahead of it, and one writes. A signal ends it between two files,
     # so that none is half-written, and the next call encodes the rest
-    with common.catch_signals() as signals_seen, contextlib.closing(reads): # closed also if this ends early
+    with common.catch_signals() as signals_seen, closing(reads): # closed also if this ends early
         for written in common.run_ahead(lambda job: tensor_files.write_tensors(*job), encode_all(), most=4):
             written.result() # a full disk raises its InputError here
         if signals_seen:
@@ -552,7 +567,7 @@ def read_encoded(sample, encoded):
     index_file.check_tensors(tensors, sample, encoded)
     return tensors
 
-@contextlib.contextmanager
+@contextmanager
 def keep_from_prune(samples, cache_dir):
     """Within `with` CACHE_DIR/.planned-TOKEN, written by the first process, lists the files that this script is about
     to need -> whether the cache can be written. tools/prune.py, which knows the files of indexes only, leaves these
@@ -566,7 +581,7 @@ def keep_from_prune(samples, cache_dir):
     try:
         yield writable
     finally:
-        with contextlib.suppress(OSError): # as a list of a killed process
+        with suppress(OSError): # as a list of a killed process
             path.unlink(missing_ok=True)
 
 def list_files(path, samples):
@@ -647,7 +662,7 @@ def plan_training(pipe, folder, args):
     if empty:
         tell(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
              "trained without a mask", file=sys.stderr)
-    print_problems(sample_checks.warnings(args, samples, val_samples))
+    print_problems(sample_checks.training_warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems
 
 def write_indexes(args, samples, val_samples, geometry, fingerprints):

@@ -17,10 +17,9 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A picture that the folder has already, with the same settings, is not generated again; if you have edited the
-code that draws it, a new one takes its place. Files that predict.py has not made are never overwritten, and its own
-only where you name the file, by --out or `out`: a name that we choose gets -2, -3, ... if something is there when the
-picture is written (library/results/result_names.py). Shape letters as in rope_patch.py.
+encoding. A result is called NAME-1a2b3c4d.png: the letters are a hash of all that decides it, settings, LoRAs and the
+code that draws it. If it is there already, it is not generated again. --out, or `out` of a line, names the file itself:
+an older result is replaced there, and a file that predict.py has not made never. Shape letters as in rope_patch.py.
 """
 import os
 import sys
@@ -32,14 +31,13 @@ import math
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
-from statistics import mode
 from time import monotonic
 
 import common
-from common import InputError, file_hash, tell
+from common import InputError, tell
 from library.cli import command_line, flag_types
 from library.cli.flag_types import (SAMPLE_FLAGS, is_one_file, noise_level, number, pixels, png_name, positive,
                                     seed_number)
@@ -48,8 +46,8 @@ from library.files import disk, tensor_files
 from library.files.stray_files import on_disk
 from library.lora.lora_paths import LORA_FILE, find_lora
 from library.models import hub
-from library.results import code_hash, contact_sheets, png_files, result_names
-from library.results.png_files import encode_png, png_texts
+from library.results import contact_sheets, result_files
+from library.results.result_files import encode_png, is_finished
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -60,8 +58,8 @@ def read_flags():
     flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=on_disk)
     flag("--prompt", None, "the instruction")
     flag("--jobs", None, "jobs.jsonl, or a dataset: many samples in one batch", type=Path)
-    flag("--out", None, "PNG to write for --image FILES (default: NAME.png in --out_dir, named after the first, or "
-         "NAME-2.png and so on if that is another picture)", type=png_name)
+    flag("--out", None, "PNG to write for --image FILES (default: in --out_dir, named after the first and the "
+         "settings)", type=png_name)
     flag("--out_dir", "out/predict", "folder for all other PNGs", type=Path)
     flag("--seed", [0],
          "seed of the noise; several: each sample is generated once per seed", type=seed_number, nargs="+")
@@ -91,7 +89,7 @@ def read_flags():
     # without --model: tiny, with its newest LoRA, and without --image its validation pictures
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
     args = command_line.parse_args(parser, "predict.py")
-    if hub.is_tiny(args.model) and not given & {"--image", "--jobs"}:
+    if hub.is_tiny(args.model) and given and not given & {"--image", "--jobs"}:
         args.jobs = hub.TINY_DATA.with_name("val")
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
@@ -132,7 +130,8 @@ from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
 import cache
-from library.lora import base_model, foreign_loras, lora_linear
+from library.lora import base_model, lora_linear
+from library.lora.lora_file import PLAIN, config_of, read_lora, with_prefix
 from library.models import devices, model_files, offloading, one_file, quantization, sharding
 from rope_patch import blocks_of, patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
@@ -229,52 +228,13 @@ def add_lora(transformer, **config):
     lora_linear.share_casts(blocks_of(transformer))
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
-# ---- LoRA files ------------------------------------------------------------------------------------------------------
-
-def read_lora(path):
-    """What find_lora takes -> (state dict of transformer.LAYER.lora_A.weight (r, inputs) and .lora_B.weight (outputs,
-    r); metadata as diffusers has it, of which config_of reads the alpha, with our own train. entries). Plain files,
-    as train.py and diffusers write them, are read here. library/lora/foreign_loras.py brings those of other programs to this
-    form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
-    file = find_lora(path)
-    data, header = foreign_loras.read_file(file) # once: what is checked is what is used, and nothing of it stays mapped
-    notes = header.get("__metadata__") or {}
-    ours = [key for key, text in notes.items() if tensor_files.SIGNED.match(text)]
-    if ours: # this project wrote the file, so it can be checked to the bit
-        state, meta = tensor_files.read_tensors(file, ours[0], data=data, note=common.warn_once)
-    else:
-        state, meta = foreign_loras.load_tensors(file, data), foreign_loras.diffusers_meta(notes)
-    if not foreign_loras.is_plain(file, notes, state, meta):
-        state, meta = foreign_loras.read(file, data, header)
-    tensor_files.refuse_not_finite(file, state, "its training diverged; take another file")
-    foreign_loras.check_notes(file, state, meta)
-    return state, meta
-
-def with_prefix(prefix, named):
-    """{name: value} -> {prefix.name: value}."""
-    return {f"{prefix}.{name}": value for name, value in named.items()}
-
-def config_of(state, meta):
-    """-> LoraConfig's arguments for what read_lora returns: layers and ranks are those of the tensors, alpha is the
-    metadata's, or else the rank."""
-    ranks = {}
-    for layer, (a, _) in foreign_loras.matrices_of(dict(sorted(state.items()))).items(): # safetensors has any order
-        ranks[layer] = len(a)
-    most = mode(ranks.values())
-    others = {} # ^: these layers and no others. One pattern for each rank, as peft tries all of them for each layer
-    for rank in {*ranks.values()} - {most}:
-        others[f"^({'|'.join(layer for layer in ranks if ranks[layer] == rank)})"] = rank
-    config = dict(r=most, lora_alpha=most, rank_pattern=others, alpha_pattern=others, target_modules=list(ranks))
-    if "transformer.lora_alpha" in meta:
-        config.update(lora_alpha=meta["transformer.lora_alpha"], use_rslora=meta.get("transformer.use_rslora", False),
-                      alpha_pattern=meta.get("transformer.alpha_pattern") or {})
-    return config
+# ---- LoRA files: library/lora/lora_file.py reads one into a Lora -----------------------------------------------------
 
 def check_fit(transformer, state, path):
     """InputError unless each tensor of this state dict fits a layer of the model."""
     modules, wrong = dict(transformer.named_modules()), []
     for key, matrix in state.items():
-        layer, half = foreign_loras.PLAIN.fullmatch(key).groups()
+        layer, half = PLAIN.fullmatch(key).groups()
         side, width = ("in_features", matrix.shape[1]) if half == "A" else ("out_features", matrix.shape[0])
         has = getattr(modules.get(layer), side, None) # only linear layers know their sides
         if has != width:
@@ -283,26 +243,26 @@ def check_fit(transformer, state, path):
         raise InputError(f"{path}: {len(wrong)} of {len(state)} tensors do not fit the model, for instance {wrong[0]}; "
                          "it was made for another one")
 
-def load_lora(transformer, name, state, meta, path):
-    """Adds what read_lora returns to the transformer, as an adapter of this name."""
+def load_lora(transformer, name, lora):
+    """Adds a Lora to the transformer, as an adapter of this name."""
     # several LoRAs are wanted here, and a model without weights only tells whether they fit
     warnings.filterwarnings("ignore", "Already found a `peft_config`|for .* copying from a non-meta parameter")
-    check_fit(transformer, state, path)
-    config = with_prefix("transformer", config_of(state, meta))
-    QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=config)
+    check_fit(transformer, lora.state, lora.path)
+    config = with_prefix("transformer", config_of(lora))
+    QwenImageEditPlusPipeline.load_lora_into_transformer(lora.state, transformer, adapter_name=name, metadata=config)
 
-def load_loras(transformer, paths, scales=None):
-    """Adds these LoRAs to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
-    names = [f"lora{i}" for i in range(len(paths))]
-    for name, path in zip(names, paths):
-        load_lora(transformer, name, *read_lora(path), path)
+def load_loras(transformer, loras, scales=None):
+    """Adds these [Lora] to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
+    names = [f"lora{i}" for i in range(len(loras))]
+    for name, lora in zip(names, loras):
+        load_lora(transformer, name, lora)
     if names:
         transformer.set_adapters(names, scales)
     transformer.eval() # what is new is in training mode
     return names
 
 def load_weights(transformer, state, path):
-    """Fills the adapter "default" with read_lora's tensors, bit for bit."""
+    """Fills the adapter "default" with the tensors of a Lora's state, bit for bit. path: its file, for an error."""
     check_fit(transformer, state, path)
     set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
 
@@ -478,18 +438,20 @@ def generate_samples(transformer, vae, scheduler_config, requests, max_tokens, d
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-def save_png(image, path, *about):
-    """about: as for library/results/png_files.py's encode_png. A file that is not ours is not replaced."""
-    common.write_file(path, encode_png(image, *about), result_names.OURS)
+def save_png(image, path, *texts):
+    """texts: as for encode_png. InputError if the disk is full, or if there is a file that is not ours."""
+    common.write_file(path, encode_png(image, *texts), result_files.OURS)
+
+SHEET_ROWS = 24 # samples on a sheet of results
 
 # ==== the command line ================================================================================================
 
-def find_geometry(args):
+def find_geometry(args, loras):
     """The sizes to generate at: those of the flags, else those at which the first LoRA was trained, else stock's."""
     area = "native" if hub.is_tiny(args.model) else 1024 * 1024
     geometry = dict(target_pixels=area, control_pixels=area, upscale=True)
-    for path in reversed(args.lora): # the first one has the last word
-        geometry |= read_lora(path)[1].get("train.geometry") or {}
+    for lora in reversed(loras): # the first one has the last word
+        geometry |= lora.meta.get("train.geometry") or {}
     for name in geometry:
         if getattr(args, name) is not None:
             geometry[name] = getattr(args, name)
@@ -553,19 +515,23 @@ class Picture:
     strengths: tuple # of its LoRAs
     row: int # its sample's number
     title: str # what sets it apart in this row of a sheet
-    key: str # a hash of all that decides it, but for
-    code: dict # that draws it (sources.with_encoding)
-    path: Path # the file that is wanted; from names.find_results, or from generate, the one that has it
-    given: bool # whether the user has named that file
-    mark: bytes = common.NOTHING # as for common.write_file: of what may be replaced there
-    done: bool = False # whether it is there already
+    key: str # a hash of all that decides it
+    path: Path # the file for it
+
+    def about(self, jobs):
+        """-> what its file says of it, beside the command, which may make many. jobs: --jobs."""
+        said = dict(prompt=self.sample.prompts[0], controls=self.sample.controls)
+        said |= {name: value for name, value in vars(self.settings).items() if value is not None}
+        if self.strengths:
+            said["lora_scale"] = self.strengths
+        if "line" in self.sample.job_fields:
+            said["line"] = f"{jobs}:{self.sample.job_fields['line']}"
+        return said
 
 def plan_pictures(requests, args, models, loras, code):
     """-> [Picture]. requests: plan_requests's; models: {part: hash} of transformer and scheduler; loras: hashes of
-    args.lora, as one that is trained on is another one; code: sources.drawing."""
+    args.lora, as one that is trained on is another one; code: a hash of the code that draws."""
     pictures = []
-    # asked once for a sample, as it reads the headers of its encoded files
-    codes = [code_hash.with_encoding(code, cache.files_of(s), args.quantize_text_encoder) for s, _ in requests]
     for (row, (sample, settings)), seed, scale in product(enumerate(requests), args.seed, args.scales):
         if len(args.seed) > 1: # a line's own seed is the only one
             settings = replace(settings, seed=seed)
@@ -574,7 +540,7 @@ def plan_pictures(requests, args, models, loras, code):
         encoded = [file.stem for file in cache.files_of(sample)]
         deciding = {name: value for name, value in vars(settings).items() if name != "size_from"}
         key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
-                                 **deciding)
+                                 code=code, **deciding)
         # its title, and the end of its name, where there are several of a sample
         words = []
         end = ""
@@ -584,21 +550,28 @@ def plan_pictures(requests, args, models, loras, code):
         if len(args.scales) > 1:
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
-        title = ", ".join(words) or "result"
-        place, given = result_names.wanted(sample, args, end)
-        pictures.append(Picture(sample, settings, strengths, row, title, key, codes[row], place, given))
+        # its file: the name that the user has given, or one that tells its key; a folder's picture keeps its subfolder
+        if given := args.out or sample.job_fields.get("out"):
+            path = args.out_dir / Path(given).with_stem(Path(given).stem + end) # (--out_dir is the folder of --out)
+        else:
+            stem = sample.name if args.image else result_files.picture_stem(sample)
+            if "line" in sample.job_fields: # without the line's number, which an edit of the list changes
+                stem = stem.split("-", 1)[1]
+            path = result_files.result_path(args.out_dir, stem + end, key)
+        pictures.append(Picture(sample, settings, strengths, row, ", ".join(words) or "result", key, path))
     return pictures
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, pipe, transformer_folder, transformer_file, pictures, given, refuse_replaced):
+def generate(args, pipe, transformer_folder, transformer_file, loras, pictures, refuse_replaced):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
-    others. Sets their paths to the files that have them. given: as for names.write_picture; refuse_replaced() raises
-    InputError if LoRAs or models are not what the pictures' keys say."""
+    others. refuse_replaced() raises InputError if code or models are not what the pictures' keys say."""
     problems = []
     try:
         transformer = load_transformer(transformer_folder, args.dtype, file=transformer_file)
-        adapters = load_loras(transformer, args.lora)
+        adapters = load_loras(transformer, loras)
+        for lora in loras:
+            lora.state = None # frees its tensors, as the adapters move to the device
         common.say(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
         # behind the LoRAs, which move to the device with their blocks
         place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
@@ -620,9 +593,9 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures, given, 
                                                    args.transformer_device, bar=bar):
             picture = chosen[i]
             try:
-                png_files.refuse_picture(picture, broken, args.dtype)
-                png = encode_png(image, picture.key, picture.code, png_texts(picture, args.jobs))
-                picture.path = result_names.write_picture(picture, png, given)
+                result_files.refuse_not_finite(picture.path, broken, strengths,
+                                               picture.settings.true_cfg_scale, args.dtype)
+                save_png(image, picture.path, picture.key, picture.about(args.jobs))
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # NaN, or a full disk: other pictures may be good
                 problems.append(str(e))
@@ -638,10 +611,16 @@ def main(args):
     devices.start_processes(args)
     first = common.rank() == 0
 
-    # what to generate, at which sizes, with which models. Models and LoRAs are hashed before they are loaded (the sizes
-    # that the first LoRA's header wants are in the pictures' keys, too)
-    code = code_hash.drawing(args)
-    geometry = find_geometry(args)
+    # what to generate, at which sizes, with which models. LoRAs are read once, so they are what their hashes say.
+    # Models are hashed before they are loaded (the sizes that the first LoRA wants are in the pictures' keys, too)
+    at_work = dict(quantization=args.quantize != "none", offloading=args.offload,
+                   one_file=is_one_file(args.transformer))
+    rooms = [*result_files.DRAWING, *[f"library/models/{name}.py" for name, used in at_work.items() if used]]
+    code = result_files.code_hash(rooms)
+    loras = [read_lora(path) for path in args.lora]
+    lora_hashes = [lora.hash for lora in loras]
+    common.refuse_differences("--lora", dict(sha256=lora_hashes)) # processes may be on several machines
+    geometry = find_geometry(args, loras)
     samples, problems = dataset.read_samples(args)
     inputs = {path for s in samples for path in (*dataset.pictures_of(s), *s.overlays.values())}
     folder = cache.find_model(args.model, cache.ENCODERS)
@@ -651,31 +630,33 @@ def main(args):
     if transformer_file:
         parts["config"] = transformer_folder / "transformer/config.json"
     hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
-    loras = common.on_first_process(lambda: list(map(file_hash, args.lora)))
     models = common.on_first_process(lambda: dict(zip(parts, map(hash_part, parts.values()))))
 
-    def refuse_replaced(): # on each process, where the same files may lie elsewhere
-        stat_cache.refuse_changed_files(args.lora, loras, file_hash)
+    def refuse_replaced(): # on each process, where the same files may lie elsewhere. (LoRAs are in memory, not mapped)
+        if result_files.code_hash(rooms) != code: # by an editor, in the ten seconds in which the libraries were loaded
+            raise InputError("predict.py: the code that draws has changed since this command began; run it again")
         stat_cache.refuse_changed_files(parts.values(), models.values(), hash_part)
 
     here = base_model.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
-    base_model.warn_other_base(args.lora, here, geometry)
+    base_model.warn_other_base(loras, here, geometry)
     pipe = cache.load_pipeline(folder, args.cache_dir)
     requests, wrong = plan_requests(pipe, samples, geometry, args)
     if first:
-        planned, settings = [[pair[n] for pair in requests] for n in range(2)]
-        common.print_problems(sample_checks.warnings(args, planned, settings=settings))
+        common.print_problems(sample_checks.result_warnings(args, requests))
 
-    # into which files: one for each sample, seed and scale; those that are there already stay
-    pictures = plan_pictures(requests, args, models, loras, code)
-    look = lru_cache(maxsize=None)(result_names.drawn_by) # which reads every byte of a picture
-    is_finished = partial(result_names.is_finished, {p.key: p.code for p in pictures}, look)
-    pictures, given = common.on_first_process(lambda: result_names.find_results(pictures, inputs, args, is_finished))
-    missing = [p for p in pictures if not p.done]
+    # a picture for each sample, seed and scale; those that are there already, whole, stay
+    pictures = plan_pictures(requests, args, models, lora_hashes, code)
+    common.on_first_process(lambda: result_files.refuse_names([(p.path, p.key) for p in pictures], inputs,
+                                                              args.jobs or "--image",
+                                                              disk.longest_name(args.out_dir)))
+    finished = common.on_first_process(lambda: {p.path for p in pictures if is_finished(p.path, p.key)})
+    missing = list({p.path: p for p in pictures if p.path not in finished}.values())
     if missing:
         common.on_first_process(lambda: disk.try_cache(args))
-    if first:
-        result_names.describe_results(args.out_dir, pictures, look)
+        common.on_first_process(lambda: disk.try_out(args.out_dir))
+    if finished:
+        common.say(f"{args.out_dir}: {len(finished)} of {len(pictures)} pictures are there already, with the same "
+                   "settings")
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded
     chosen = [p.sample for p in missing]
@@ -688,26 +669,22 @@ def main(args):
         mine = encoded[common.rank()::common.world()]
         try:
             if mine:
-                problems += generate(args, pipe, transformer_folder, transformer_file, mine, given, refuse_replaced)
+                problems += generate(args, pipe, transformer_folder, transformer_file, loras, mine, refuse_replaced)
         except torch.OutOfMemoryError:
             raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload "
                              "or, where it decodes, --vae_device cpu. the same command continues with what is missing")
-        # wait for all: torchrun would end the others when one returns 1
-        paths = common.gather_objects([p.path for p in mine])
-        for n, picture in enumerate(encoded):
-            picture.path = paths[n % common.world()][n // common.world()]
+        common.gather_objects(None) # waits for all: torchrun would end the others when one returns 1
     if first and missing:
-        look.cache_clear() # as some have been drawn
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
-        shown = [p for p in pictures if p.row < result_names.SHEET_ROWS and is_finished(p.path, p.key)]
-        if len(shown) > 1:
-            png = encode_png(contact_sheets.results_sheet(shown), result_names.sheet_key(shown))
-            path = result_names.write_sheet(png, pictures, inputs, args)
-            common.say(f"{path}: {len(shown)} of them side by side")
+        drawn = [p for p in pictures if p.row < SHEET_ROWS and is_finished(p.path, p.key)]
+        if len(drawn) > 1:
+            key = common.content_key(pictures=[p.key for p in drawn])
+            path = result_files.result_path(args.out_dir, "sheet", key)
+            save_png(contact_sheets.results_sheet(drawn), path, key)
+            common.say(f"{path}: {len(drawn)} of them side by side")
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":
-    code_hash.refuse_edits()
     main(args)

@@ -43,11 +43,9 @@ from common import InputError, first_words, say, write_file
 from library.cli import command_line, flag_types
 from library.cli.flag_types import key_value, natural, not_negative, number, positive
 from library.data import dataset, stat_cache
-from library.lora import layer_patterns, lora_paths
-from library.lora.lora_paths import LORA_FILE, checkpoints
+from library.lora.lora_paths import LORA_FILE, checkpoints, find_lora
 from library.models import environment
-from library.results import code_hash
-from training import best_step, optimizers, run_folder
+from training import best_step, lora_args, optimizers, run_folder
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
@@ -108,14 +106,14 @@ flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", cho
 flag("--plan", False, "only print the tokens, memory and time this would take; needs no weights")
 flag("--resume", False, "continue the run in --out_dir, or the newest run of this model and data; if there is none, "
      "begin")
-args = command_line.parse_data_args(parser, "train.py") # tiny/defaults.json has those of --model tiny, the default
+args = command_line.parse_data_args(parser, "train.py") # hub.TINY_DEFAULTS has those of --model tiny
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
 peft_args = dict(args.lora_args)
 if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
-layer_patterns.refuse_lora_args(peft_args)
+lora_args.refuse_lora_args(peft_args)
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.num_inference_steps == 1 and not args.shift:
@@ -129,8 +127,8 @@ if not args.use_cache and (args.skip_bad or any(map(flag_types.is_index, args.da
 optimizers.refuse_missing(args, parser)
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
-pretrained_file = lora_paths.find_lora(args.pretrained_lora) if args.pretrained_lora else None
-sample_lora_files = [lora_paths.find_lora(path) for path in args.sample_lora]
+pretrained_file = find_lora(args.pretrained_lora) if args.pretrained_lora else None
+sample_lora_files = [find_lora(path) for path in args.sample_lora]
 run_name = dataset.run_name(args.model, args.data)
 out_dir = run_folder.find(args, run_name)
 dataset.check_datasets(args)
@@ -145,10 +143,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from library.lora import base_model, foreign_loras
+from library.lora import base_model, lora_file
 from library.models import devices
-from training import failures, memory_fit, plan, preflight, resume, run_log, validation
-from training.run_log import Log
+from training import failures, memory_fit, plan, preflight, resume, validation
+from training.run_log import Log, open_tracker
 from rope_patch import blocks_of, checkpoint_blocks, plan_packs, run_packed
 
 # --plan works without a network, too: of a published model it knows the configs. It plans such a model for a card.
@@ -157,14 +155,12 @@ if args.plan:
 devices.find_devices(args) # fills in --device, --vae_device, --text_encoder_device and --dtype
 predict.check_file(args)
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
-# LoRAs and models are hashed before they are read, and compared when they are in memory.
-sample_loras = list(map(common.file_hash, sample_lora_files))
-for path in sample_lora_files: # now, as a model may be downloaded next
-    predict.read_lora(path)
-pretrained_hash = pretrained_file and common.file_hash(pretrained_file)
-if pretrained_file: # (tensors, metadata): a finished run's at the scale at which it was trained, like a checkpoint's
-    pretrained = foreign_loras.unfold(pretrained_file, *predict.read_lora(pretrained_file))
-    stat_cache.refuse_changed_files([pretrained_file], [pretrained_hash], common.file_hash)
+# LoRAs are read now, as a model may be downloaded next; and once, so they are what their hashes say.
+sample_loras = [lora_file.read_lora(path) for path in sample_lora_files]
+pretrained = None
+if pretrained_file: # a finished run's comes at the scale at which it was trained, like a checkpoint's
+    pretrained = lora_file.unfold(lora_file.read_lora(pretrained_file))
+pretrained_hash = pretrained.hash if pretrained else None
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
 # In the order of a step, which is in short:
@@ -213,8 +209,8 @@ class Pick:
 @dataclass
 class Item:
     """The tensors of a Pick. I: target tokens, K: tokens of all controls, T: prompt tokens, C: latent channels, J: text
-    channels; base: in --dtype. Python ignores the strings; training/memory_fit.py makes items of zeros by them, to measure
-    memory. A field that few samples have gets a default: in those items it stays at that, and takes none."""
+    channels; base: in --dtype. Python ignores the strings; training/memory_fit.py makes items of zeros by them, to
+    measure memory. A field that few samples have gets a default: in those items it stays at that, and takes none."""
     x0: "float32 I C" # the target's latents, i.e. the data
     noise: "float32 I C"
     velocity: "float32 I C" # what the model should predict: noise - x0; with `preserve` the answer of ask_base
@@ -363,7 +359,7 @@ def learning_rate(n):
 
 # ==== HELPERS, by subject (if you have one GPU, skip what they say about ranks, processes and --fsdp) =================
 
-# ---- checkpoints: the LoRA, and what training/resume.py needs to go on -------------------------------------------------
+# ---- checkpoints: the LoRA, and what training/resume.py needs to go on -----------------------------------------------
 
 def write_checkpoint(path, step, optimizer):
     """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
@@ -378,7 +374,7 @@ def save_checkpoint(step):
     write_checkpoint(path, step, optimizer)
     common.sync_folder(out_dir)
     with failures.warn_on_failure("old checkpoints"):
-        best_step.remove_others(out_dir, [*checkpoints(out_dir)[-args.keep:], path])
+        run_folder.remove_checkpoints(out_dir, newest=[*checkpoints(out_dir)[-args.keep:], path])
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
@@ -386,14 +382,14 @@ def make_model(weights):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: what learns). Without
     weights they are shapes alone."""
     transformer = predict.load_transformer(transformer_folder, args.dtype, weights, transformer_file)
-    if pretrained_file:
-        lora_config = predict.config_of(*pretrained)
+    if pretrained:
+        lora_config = lora_file.config_of(pretrained)
     else:
         lora_config = predict.find_layers(transformer, args.lora_targets)
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | peft_args
-    # that peft found nothing to exclude is fine; of a pattern without a layer refuse_idle speaks, below
+    # that peft found nothing to exclude is fine; of a pattern without a layer refuse_unused_args speaks, below
     warnings.filterwarnings("ignore", "You have passed exclude_modules|The following .*_pattern keys")
     torch.manual_seed(args.seed) # every process makes the same LoRA, so none has to be sent
     try:
@@ -401,11 +397,10 @@ def make_model(weights):
     except Exception as e: # whatever peft raises
         raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); give other "
                          "--lora_args, or another --lora_rank")
-    layer_patterns.refuse_unused_args(peft_args, lora)
-    if pretrained_file and weights:
-        predict.load_weights(transformer, pretrained[0], pretrained_file)
-    predict.load_loras(transformer, sample_lora_files)
-    stat_cache.refuse_changed_files(sample_lora_files, sample_loras, common.file_hash)
+    lora_args.refuse_unused_args(peft_args, lora)
+    if pretrained and weights:
+        predict.load_weights(transformer, pretrained.state, pretrained.path)
+    predict.load_loras(transformer, sample_loras)
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
 
@@ -423,7 +418,7 @@ def check_before_encoding():
 
 def check_before_training():
     """Data, models and checkpoint are known now. InputError says what does not agree, or cannot be saved."""
-    base_model.warn_other_base([*sample_lora_files, pretrained_file], base)
+    base_model.warn_other_base(lora_files, base)
     # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
     common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
     # A checkpoint is written, read back and thrown away, and the optimizer takes steps that are forgotten.
@@ -513,7 +508,7 @@ def step_error(where, what, step, picks, remedy):
     names = ", ".join(f"{p.sample.name}: {p.tokens:,} tokens" for p in picks)
     return InputError(f"{where}: {what} at step {step + 1} ({names}); {remedy}")
 
-# ---- validation: the loss of samples that are not trained; training/validation.py draws them ---------------------------------
+# ---- validation: the loss of samples that are not trained; training/validation.py draws them -------------------------
 
 def validation_due(step):
     """Whether a validation follows this step. (After the last step there is one in any case.)"""
@@ -556,15 +551,12 @@ def validate(step):
     finally:
         transformer.train()
     if rank == 0 and val_loss is not None:
-        record, sheets = drawn or (dict(psnr={}, pictures=[]), {})
+        logged, sheets = drawn or (dict(psnr={}, pictures=[]), {})
+        record = dict(step=step, val_loss=val_loss, pairs=len(val_samples), val_key=drawer.val_key, **logged)
         with failures.warn_on_failure("the log"):
-            # what this loss may be compared with; drawer says it of its pictures
-            record["loss_of"] = best_step.loss_of(val_samples, args)
-            log.write(dict(step=step, val_loss=val_loss, val_losses=[round(x, 5) for x in losses.tolist()], **record,
-                           seconds=round(clock() - begun, 4)))
-            say(best_step.describe(out_dir))
-        with failures.warn_on_failure("--tracker"):
-            track(step, dict(val_loss=val_loss), sheets)
+            log.write(record | dict(seconds=round(clock() - begun, 4)), ["val_loss"], sheets)
+            say(*best_step.describe(best_step.read_validations(out_dir)))
+            run_folder.remove_pictures(out_dir)
 
 # ==== THE RUN =========================================================================================================
 
@@ -608,7 +600,9 @@ if encoders:
 # says how the noise levels shift with a picture's size.
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
 transformer, lora = make_model(weights=not args.plan)
-pretrained = None # frees its tensors
+lora_files = [*sample_loras, pretrained] if pretrained else sample_loras
+for file in lora_files:
+    file.state = None # frees its tensors
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)
     raise SystemExit(plan.print_plan(args, transformer, model_folder, epoch, val_samples, plan_step, deal_packs, Item,
@@ -642,30 +636,29 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 config = resume.compared_settings(args, pretrained_hash=pretrained_hash, geometry=geometry, data_hash=cache.data_hash(epoch),
                          model_hash=hashes["model"], scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
-around = versions | environment.describe_environment() | dict(recipe=code_hash.training(code_hash.RECIPE))
+around = versions | environment.describe_environment() | dict(script=common.file_hash(__file__)[:12])
 base = base_model.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
 
 if val_samples: # a validation also draws pictures
     drawer = validation.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir,
-                               sample_loras, args)
+                               [file.hash for file in sample_loras], args)
 
 # All that could fail hours later fails now, with a line.
 check_before_training()
 
 # Continue: put LoRA and optimizer back. Order, noise and learning rate follow from --seed and the step.
 if checkpoint:
-    resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
+    resume.load_checkpoint(checkpoint, lora, optimizer, make_optimizer)
     checkpoint = None # frees its tensors
 
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 if rank == 0:
-    kept = resume.continue_log(out_dir, step, around) if args.resume else []
+    log_lines = resume.clean_folder(out_dir, step) if args.resume else []
+    say(*environment.environment_changes("".join(log_lines[:1]), around))
     begin = json.dumps(dict(command=sys.argv, flags=vars(args), **around, started=time.time()), default=str)
-    write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
-    log = Log(out_dir / "log.jsonl")
-    with failures.fail_as_input_error(f"--tracker {args.tracker}"):
-        track = run_log.open_tracker(args.tracker, out_dir, step, config)
+    write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in log_lines or [begin]).encode())
+    log = Log(out_dir / "log.jsonl", open_tracker(args.tracker, out_dir, step, config))
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
@@ -678,10 +671,12 @@ signals_seen = signals.enter_context(common.catch_signals())
 # step waits its turn.)
 loaded_steps = common.run_ahead(load_step, range(step, args.max_steps), most=0 if encoders else 1)
 
+watch = common.shell_command(["python", "tools/page.py", out_dir, "--watch"])
+say(f"the curves, in a browser: {watch}")
 bar = common.progress("training", total=args.max_steps, initial=step, unit="step")
 first_step = step
 begun = time.monotonic()
-marks, late = [], 0 # late: the step whose checkpoint the disk has refused, until one is written
+versions_before, late = [], 0 # late: the step whose checkpoint the disk has refused, until one is written
 try:
     while step < args.max_steps and not stop:
         # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
@@ -697,8 +692,8 @@ try:
         # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a
         # mean is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
         sample_losses = torch.zeros(len(picks), device=args.device)
-        failed = []
-        with failures.catch_into(failed):
+        failure = None
+        try:
             for pack, items in passes:
                 # Only --lora_dropout is random here. Each pack has a seed of its own, so a resumed run drops the same
                 # inputs; other packs or processes drop others.
@@ -708,17 +703,19 @@ try:
                 (sum(losses) / len(picks)).backward()
                 for place, loss in zip(pack, losses, strict=True):
                     sample_losses[place].add_(loss.detach()) # (which an idle pass leaves as it is)
-        if any(isinstance(e, torch.OutOfMemoryError) for e in failed): # (in place: what it holds is free then)
-            failed[:] = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
-                                    f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
-                                    "sample --target_pixels), or raise the second, then --resume")]
-        if failed and (world_size == 1 or args.fsdp): # --fsdp: the others wait in a block, until torchrun ends them
-            raise failed[0]
+        except torch.OutOfMemoryError: # (what it holds is free behind this block)
+            failure = step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
+                                 f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
+                                 "sample --target_pixels), or raise the second, then --resume")
+        except (Exception, SystemExit) as e:
+            failure = e
+        if failure and (world_size == 1 or args.fsdp): # --fsdp: the others wait in a block, until torchrun ends them
+            raise failure
 
         # One all-reduce carries all that the processes share. If one has failed, all leave.
-        sample_losses, stop = sum_over_processes(sample_losses, math.inf if failed else len(signals_seen))
+        sample_losses, stop = sum_over_processes(sample_losses, math.inf if failure else len(signals_seen))
         if stop == math.inf:
-            raise failed[0] if failed else SystemExit(1)
+            raise failure or SystemExit(1)
         loss = sum(sample_losses) / len(sample_losses)
 
         # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
@@ -737,10 +734,11 @@ try:
         for group in optimizer.param_groups: # the rate is ours: an optimizer's own would be overwritten
             group["lr"] = lr
         # Every process takes this step by itself, and must take the same one, also with an optimizer that draws
-        # numbers. (Python's and numpy's are not seeded: training/preflight.py refuses an optimizer that draws those.) The
-        # step and its number are one statement: whatever fails before or after it, the weights are what `step` says.
+        # numbers. (Python's and numpy's are not seeded: training/preflight.py refuses an optimizer that draws those.)
+        # The step and its number are one statement: whatever fails before or after it, the weights are what `step`
+        # says.
         torch.manual_seed(seed_of("optimizer", step))
-        marks = failures.versions_of(optimizer, step)
+        versions_before = failures.versions_of(optimizer, step)
         _, step = optimizer.step(), step + 1
         optimizer.zero_grad(set_to_none=True)
         seconds = clock() - t0
@@ -750,36 +748,30 @@ try:
         at_end = step == args.max_steps or stop
         save_now = at_end or validation_due(step) or step % args.save_every == 0 or late
         if rank == 0:
-            with failures.warn_on_failure("the log"):
+            with failures.warn_on_failure("the log or the bar"):
                 record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                               tokens=sum(p.tokens for p in picks), memory=round(devices.memory_of(args.device), 3))
                 record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
                 record["timesteps"] = [round(p.s.item(), 4) for p in picks]
                 record["losses"] = [round(x, 5) for x in sample_losses]
-                log.write(record, sync=save_now)
-                with failures.warn_on_failure("--tracker"):
-                    track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
-                with failures.warn_on_failure("the progress bar"):
-                    bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
-                    bar.update()
+                log.write(record, ["loss", "lr", "grad_norm"], sync=save_now)
                 # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
                 if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
                     left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
                     say(*step_lines(record, left))
-                if step == first_step + 1:
-                    say("the curves, in a browser: "
-                        + common.shell_command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
+                bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
+                bar.update()
         if save_now: # what is saved is what all processes have. (Behind the log: if one has died, the first one saves)
             failures.compare_loras(out_dir, step, lora.values())
             late = common.on_first_process(partial(failures.save_or_warn, save_checkpoint, out_dir, step, late,
                                                    args.save_every, at_end))
 except BaseException as e: # whatever ends the loop, what was learned is saved first
-    failures.save_the_rest(save_checkpoint, out_dir, step, e, marks, optimizer)
+    failures.save_the_rest(save_checkpoint, out_dir, step, e, versions_before, optimizer)
     raise
 finally:
     if rank == 0:
         log.flush()
-    with failures.warn_on_failure("the progress bar"):
+    with failures.warn_on_failure("the log or the bar"):
         bar.close()
 
 # ---- the end: if a kill interrupts it, --resume repeats it -----------------------------------------------------------
@@ -798,7 +790,7 @@ else:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
     with failures.warn_on_failure("the next commands"):
-        say(*best_step.next_commands(args, out_dir, parser.get_default))
+        say(*run_folder.next_commands(args, out_dir, parser.get_default))
 if rank == 0 and not log.flush():
     say(f"warning: {log.path}: its last {len(log.waiting)} lines could not be written")
 signals.close()

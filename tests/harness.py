@@ -1,7 +1,7 @@
 """
 What test_consistency.py and the tests of this folder share: models, samples and their comparison with stock, the modes
-of forward(), scripts and datasets, refusals, damages, LoRA files, processes to be killed, runs; at the end fixtures,
-which conftest.py gives to every test. The letters of shapes are those of test_consistency.py.
+of forward(), scripts and datasets, refusals, damages, LoRA files, runs; at the end fixtures, which conftest.py gives to
+every test. Processes that can be killed: tests/processes.py. The letters of shapes are those of test_consistency.py.
 """
 import contextlib
 import copy
@@ -9,18 +9,15 @@ import functools
 import gc
 import io
 import json
-import multiprocessing
 import os
 import random
 import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import zlib
@@ -47,9 +44,10 @@ from library.cli import flag_types
 from library.data import dataset, index_file
 from library.files import tensor_files
 from library.lora import lora_paths
-from library.results import result_names
+from library.results import result_files
 import predict
 from rope_patch import patch_qwen_model_for_multi_resolution
+from tests.processes import error_of, free_port, kill, start_ranks, starter, until # the tests take these from here
 
 gc.freeze() # what the imports made need not be searched by each gc.collect() below: 0.2 s each, for 600 of them
 DTYPE, DEVICE, FULL = OPTIONS["dtype"], OPTIONS["device"], OPTIONS["full"]
@@ -379,7 +377,15 @@ def encoder_flags(**changes):
 
 def is_whole(path, key):
     """Whether predict.py has saved this picture with this key, and no bit of it has changed since."""
-    return result_names.drawn_by(path, key) is not None
+    return result_files.is_finished(path, key)
+
+def results_of(folder):
+    """{a result's name without its key: path} of the pictures of predict.py below a folder; its sheet is "sheet"."""
+    found = {}
+    for path in folder.rglob("*.png"):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        found[re.sub(r"-[0-9a-f]{8}$", "", name)] = path
+    return found
 
 def paint_picture(size=(64, 64), seed=0, mode="RGB"):
     """It returns a picture that is smooth, colourful, not symmetric, and another one for every seed."""
@@ -592,17 +598,17 @@ def flip(bit):
 
 def assert_no_flip_is_silent(path, sound, want, bits):
     """Of a LoRA's file, at this path: with one of these bits flipped it is refused with a line, or read as it was ->
-    how many were read. sound: its bytes; want: what predict.read_lora makes of them."""
+    how many were read. sound: its bytes; want: the Lora that it makes of them."""
     passed = 0
     for bit in bits:
         path.write_bytes(flip(bit)(sound))
         try:
-            got, got_meta = predict.read_lora(path)
+            got = predict.read_lora(path)
         except common.InputError as e:
             assert is_one_line(str(e), path)
             continue
-        assert_bitwise(got, want[0])
-        assert got_meta == want[1]
+        assert_bitwise(got.state, want.state)
+        assert got.meta == want.meta
         passed += 1
     return passed
 
@@ -652,112 +658,6 @@ def assert_effect(transformer, tensors, scale):
         b, a = [tensors[f"transformer.{name}.lora_{x}.weight"].to(transformer.dtype).float() for x in "BA"]
         want = (scale(name) if callable(scale) else scale) * b @ a
         torch.testing.assert_close(m.scaling["lora0"] * got_b @ got_a, want)
-
-# ---- processes of their own, to be killed ----------------------------------------------------------------------------
-
-def in_child(script, flags, env, prelude, output):
-    """It runs `python SCRIPT FLAGS` in a process that has its imports behind it; prelude() comes first."""
-    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1), os.dup2(file, 2)
-    sys.stdout = open(1, "w", closefd=False, encoding="utf-8")
-    sys.stderr = open(2, "w", closefd=False, buffering=1, encoding="utf-8")
-    os.environ.update(env)
-    sys.argv = [str(HERE / script), *map(str, flags)]
-    signal.signal(signal.SIGINT, signal.default_int_handler) # the server of forks ignores it
-    torch.set_num_threads(1)
-    status = 0
-    try:
-        if prelude:
-            prelude()
-        if script in ("cache.py", "predict.py"):
-            module = {"cache.py": cache, "predict.py": predict}[script]
-            module.main(module.read_flags())
-        else:
-            runpy.run_path(str(HERE / script), run_name="__main__")
-    except SystemExit as e:
-        status = e.code if isinstance(e.code, int) else int(e.code is not None)
-        print(e.code if isinstance(e.code, str) else "")
-    except BaseException:
-        sys.excepthook(*sys.exc_info()) # as the interpreter does it
-        status = 1
-    sys.stdout.flush()
-    threading._shutdown() # as an interpreter does that ends: it waits for a thread that is writing a file
-    os._exit(status)
-
-def starter(folder):
-    """It returns start(script, *flags, env={}, prelude=None), which runs a script in a process of its own."""
-    # a process has pid, wait() -> status (-9 of SIGKILL), alive() and output()
-    forks = multiprocessing.get_context("forkserver") # which Windows has not
-    forks.set_forkserver_preload(["tests.harness"])
-    with contextlib.chdir(HERE): # where the server looks for it; each process goes back to the folder of pytest
-        multiprocessing.forkserver.ensure_running()
-
-    def start(script, *flags, env={}, prelude=None):
-        output = folder / f"{len(list(folder.iterdir()))}.txt"
-        output.touch()
-        process = forks.Process(target=in_child, args=(script, flags, env, prelude, str(output)))
-        process.start()
-
-        def wait():
-            process.join()
-            return process.exitcode
-        return SimpleNamespace(pid=process.pid, wait=wait, alive=process.is_alive,
-                               output=functools.partial(output.read_text, "utf-8"))
-    return start
-
-def free_port():
-    """It returns a port at which nobody listens."""
-    # below those that the system hands out (Linux from 32768, others from 49152): until ours is used, no connection of
-    # another program gets it
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-
-def start_ranks(start, *flags, preludes=(None, None), script="train.py"):
-    """It starts a script with a process per prelude, as torchrun does."""
-    env = dict(WORLD_SIZE=str(len(preludes)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    return [start(script, *flags, env=env | {"RANK": str(n)}, prelude=p) for n, p in enumerate(preludes)]
-
-def kill(process, number=9): # SIGKILL, a name that Windows has not
-    """It sends the signal to a process if that still runs."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, number)
-
-def killed_runs(start, small, unbroken, folder, seed, prelude=None, numbers=(9,)):
-    """It starts trainings, each by one command, and sends them one of these signals at random moments, until --kills of
-    them are done and all runs have ended as the unbroken one. After each process that did not end its run it yields
-    (run folder, process, its status, the signal or None)."""
-    rng, kills, runs = random.Random(seed), 0, 0
-    while kills < OPTIONS["kills"] or (folder / f"{runs}").exists():
-        out_dir, number = folder / f"{runs}", None
-        before = max(steps_of(out_dir), default=0)
-        process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume", prelude=prelude)
-        if kills < OPTIONS["kills"]:
-            time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
-            number = rng.choice(numbers)
-            kill(process, number)
-        status = process.wait()
-        assert_checkpoints_whole(out_dir)
-        assert max(steps_of(out_dir), default=0) >= before, "a checkpoint was lost"
-        if status == 0 and (out_dir / "DONE").exists():
-            assert_same_run(out_dir, unbroken.out_dir)
-            runs += 1
-        else:
-            kills += number is not None
-            yield out_dir, process, status, number
-    print(f"{kills} kills of train.py in {runs} runs: all end as the unbroken one")
-
-def until(condition, seconds=180):
-    """It waits until the condition holds; the limit is for what never comes, not for a slow machine."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
-
-def error_of(process):
-    """It returns the error line that a process has written."""
-    return re.search(r"error: .*", process.output())[0]
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
@@ -831,7 +731,7 @@ def curve(log):
 
 def lora_of(out_dir):
     """It returns the tensors of a run's LoRA."""
-    return predict.read_lora(out_dir)[0]
+    return predict.read_lora(out_dir).state
 
 def assert_same_run(out_dir, other):
     """Log and final LoRA agree in every bit; the run is finished; nothing is left behind."""
@@ -847,6 +747,30 @@ def assert_checkpoints_whole(out_dir):
 def steps_of(out_dir):
     """It returns the steps of which a run has checkpoints."""
     return list(map(lora_paths.number_of, lora_paths.checkpoints(out_dir)))
+
+def killed_runs(start, small, unbroken, folder, seed, prelude=None, numbers=(9,)):
+    """It starts trainings, each by one command, and sends them one of these signals at random moments, until --kills of
+    them are done and all runs have ended as the unbroken one. After each process that did not end its run it yields
+    (run folder, process, its status, the signal or None)."""
+    rng, kills, runs = random.Random(seed), 0, 0
+    while kills < OPTIONS["kills"] or (folder / f"{runs}").exists():
+        out_dir, number = folder / f"{runs}", None
+        before = max(steps_of(out_dir), default=0)
+        process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume", prelude=prelude)
+        if kills < OPTIONS["kills"]:
+            time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
+            number = rng.choice(numbers)
+            kill(process, number)
+        status = process.wait()
+        assert_checkpoints_whole(out_dir)
+        assert max(steps_of(out_dir), default=0) >= before, "a checkpoint was lost"
+        if status == 0 and (out_dir / "DONE").exists():
+            assert_same_run(out_dir, unbroken.out_dir)
+            runs += 1
+        else:
+            kills += number is not None
+            yield out_dir, process, status, number
+    print(f"{kills} kills of train.py in {runs} runs: all end as the unbroken one")
 
 # ---- fixtures --------------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ WORDS = {
                    f"--jobs @jobs.jsonl --out_dir >results --transformer @model --lora @run {DRAW}"],
     "tools/lean_train.py": [f"{TRAIN} --model @model --transformer @one.safetensors"],
     "tools/doctor.py": ["@data --out >report --align >aligned --model @model"],
-    "tools/page.py": ["@run --data @data --out >page.html"],
+    "tools/page.py": ["@run --out >page.html"],
     "tools/prune.py": ["@cache"],
     "tools/measure.py": ["@drawn @data --json >measured.json --model @model --device cpu"],
     "tools/convert_lora.py": [f"@{lora_paths.LORA_FILE} --to comfyui --out >comfy.safetensors",
@@ -151,7 +151,7 @@ def test_its_commands_can_be_pasted_and_its_page_opens(work):
     with Image.open(next((work.run / "samples").glob("step_*.png"))) as sheet:
         assert paste(sheet.info["command"])[2:] == list(map(str, [*work.flags, "--max_steps", 1]))
     words = paste(lines[1])
-    assert run_script(*words[1:]).status == 0 and words[2:] == [str(work.run), "--data", str(work.data)]
+    assert run_script(*words[1:]).status == 0 and words[2:] == [str(work.run)]
     page = Reader(work.run / "index.html")
     links = [picture["src"] for picture in page.pictures if not picture["src"].startswith("data:")]
     assert links and all((work.run / os.fsdecode(unquote_to_bytes(link))).is_file() for link in links)

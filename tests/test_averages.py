@@ -71,9 +71,9 @@ class TwoGroups(torch.optim.Optimizer):
 
 OPTIMIZERS = {f"{__name__}.ScheduleFreeSGD": 10, "schedulefree.AdamWScheduleFree": 1e-2,
               "prodigyplus.ProdigyPlusScheduleFree": 1, "torch.optim.AdamW --ema 0.3": 1e-2}
-# by where they keep state: filled when it is empty, nowhere, one key at a time, as attributes, in lists
+# by where they keep state: filled when it is empty, nowhere, one key at a time, in the group, in lists
 WITH_EMA = {"torch.optim.AdamW": 1e-2, "torch.optim.SGD": 10, "torch.optim.Muon": 1e-2, "torch.optim.Adafactor": 1e-2,
-            "tests.test_optimizers.Attribute": 1e-2, "tests.test_optimizers.Lists": 1, "prodigyopt.Prodigy": 1,
+            "tests.test_optimizers.TensorInGroup": 1e-2, "tests.test_optimizers.Lists": 1, "prodigyopt.Prodigy": 1,
             f"{__name__}.TwoGroups": 10}
 
 @pytest.fixture(scope="module")

@@ -226,13 +226,6 @@ def test_hidden_files_and_folders_are_passed_over(data):
     samples, problems = dataset.read_dataset(data)
     assert sorted(s.name for s in samples) == ["cat", "good"] and not problems
 
-@pytest.mark.parametrize("width, warned", [(72, True), (68, False)])
-def test_an_aspect_that_rounding_bends_by_a_tenth_is_a_warning(tmp_path, width, warned):
-    add_item(tmp_path / "data", "cat", [(width, 64), (64, 64)])
-    result = make_cache(tmp_path / "data", tmp_path / "c", *NATIVE)
-    assert (f"warning: cat: sides rounded to 32 change its aspect by {1 - 64 / width:.1%}" in result.err) == warned
-    assert ("warning" in result.err) == warned and result.status == 0, result.err
-
 def test_a_picture_that_may_not_be_read_is_one_line(data, monkeypatch):
     def no(*args, **kwargs):
         raise PermissionError

@@ -16,13 +16,12 @@ from PIL import Image
 import cache
 import common
 from library.files import tensor_files
-from library.results import png_files
+from library.results import result_files
 from training import best_step, validation
 import predict
 import rope_patch
-from tests.harness import (EXACT, NATIVE, TINY, Reader, is_one_line, lora_file, lora_tensors, refused, run_script,
-                           steps_of, validations_of)
-from tools import page
+from tests.harness import (EXACT, NATIVE, TINY, Reader, is_one_line, lora_file, lora_tensors, refused, results_of,
+                           run_script, steps_of, validations_of)
 
 def overflowing(folder, factor=1e37):
     """A LoRA whose numbers are finite, and what they make of an input is not."""
@@ -83,7 +82,7 @@ def test_the_line_names_the_model_that_computed_it_and_no_lora_where_there_is_no
     jobs.write_text("\n".join(json.dumps(dict(image=[str(path)], prompt="go", out=path.name)) for path in photos[:2]),
                     "utf-8")
     result = draw("--jobs", jobs, "--lora", "", "--out_dir", tmp_path / "o", "--cache_dir", tmp_path / "c")
-    drawn = {p.name for p in tmp_path.glob("o/*.png")} - {"sheet.png"}
+    drawn = {f"{name}.png" for name in results_of(tmp_path / "o")} - {"sheet.png"}
     assert result.status == 1 and len(drawn) == 1 and len(result.errors) == 1, result.err
     lost, = {path.name for path in photos[:2]} - drawn
     assert is_one_line(result.errors[0], tmp_path / "o" / lost, f"what the {model} computed")
@@ -115,9 +114,9 @@ def test_one_latent_that_is_not_finite_is_the_transformer_s(dtype, tiled):
             assert predict.decode(vae, latents, [(1, 8, 12)]) == (None, "transformer")
 
 def test_float16_and_a_large_cfg_scale_are_named_where_they_are_at_work():
-    assert "bfloat16 or float32" in png_files.cause_of("VAE", "", 4.0, "float16")
-    assert "--true_cfg_scale 1e+06" in png_files.cause_of("transformer", "", 1e6, "float32")
-    assert "cfg" not in png_files.cause_of("transformer", "lower it", 4.0, "bfloat16")
+    assert "bfloat16 or float32" in result_files.cause_of("VAE", "", 4.0, "float16")
+    assert "--true_cfg_scale 1e+06" in result_files.cause_of("transformer", "", 1e6, "float32")
+    assert "cfg" not in result_files.cause_of("transformer", "lower it", 4.0, "bfloat16")
 
 @pytest.mark.parametrize("names, flags, words, others", [
     (["lora"], {}, ["with the trained LoRA (1.png)", "lower --lr"], ["damaged", "--sample_lora", "--true_cfg_scale"]),
@@ -203,14 +202,13 @@ def test_a_validation_with_nan_has_no_psnr_and_no_rank_and_the_training_goes_on(
     assert len(list(run.glob("samples/base/data/*.png"))) == (2 if lora else 1)
     warning, = {line for line in result.out.splitlines() if line.startswith("warning: NaN")}
     assert ("with the trained LoRA" in warning) == lora == ("--lr" in warning) and name.split(" of ")[1] in warning
-    ranked = [step for measure, (step, _) in best_step.best_steps(run).items() if measure == "mean PSNR"]
-    assert lost[0] not in ranked and bool(ranked) == lora
+    best = best_step.best_steps(best_step.read_validations(run)).get("mean PSNR")
+    assert best not in lost and (best is not None) == lora
     assert run_script("tools/page.py", run).status == 0
     text = " ".join(Reader(run / "index.html").texts["p"])
-    assert "not ranked, as NaN or Inf was computed: step " in text and name in text
+    assert f"Steps at which NaN or Inf was computed: {', '.join(map(str, lost))}" in text
 
 def test_a_loss_of_nan_is_said_in_words_and_never_ranked_or_kept(small, tmp_path, monkeypatch):
-    """Nor does the page call the validation before it the last one."""
     run, real_run, real_progress, validations = tmp_path / "run", rope_patch.run_packed, common.progress, []
 
     def progress(what, *args, **options):
@@ -227,25 +225,22 @@ def test_a_loss_of_nan_is_said_in_words_and_never_ranked_or_kept(small, tmp_path
     lines = [line for line in result.out.splitlines() if "validation loss" in line and "best so far" not in line]
     assert [("NaN or Inf" in line) for line in lines[:4]] == [False, True, False, True] and " nan" not in result.out
     assert "best so far: step 3 by validation loss" in result.out
-    assert best_step.best_steps(run)["validation loss"][0] == 3 and steps_of(run) == [3, 4]
+    assert "the last, step 4, has NaN or Inf" in result.out and steps_of(run) == [3, 4]
     assert f"{run / 'checkpoint-000003'} is better than the last one by validation loss" in result.out
     assert run_script("tools/page.py", run).status == 0
-    text = " ".join(Reader(run / "index.html").texts["p"])
-    assert "the last, step 4, has NaN or Inf" in text and "computed: step 2, 4" in text
     assert ">nan" not in (run / "index.html").read_text("utf-8")
 
 def test_a_log_in_which_no_validation_is_finite_ranks_none(tmp_path):
-    """The page says that there is no best one."""
-    record = dict(val_loss=math.nan, psnr={}, pictures=[], not_finite=["lora of a/0.png"])
+    """The page is drawn, and says so."""
+    record = dict(val_loss=math.nan, psnr={}, pictures=[], not_finite=["lora of a/0.png"], pairs=9, val_key="v")
     lines = [dict(flags=dict(val_data=["a"]), command=[]), dict(step=1, loss=1.0), record | dict(step=1)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    assert best_step.best_steps(tmp_path) == {} and best_step.describe(tmp_path) == "best so far: none"
-    assert best_step.steps_to_keep(tmp_path) == set() and best_step.better_checkpoints(tmp_path) == {}
-    shown = page.measures(page.read_log(tmp_path))
-    for name in best_step.MEASURES:
-        assert shown[f"Best by {name}"].startswith("none (not ranked") and "step 1" in shown[f"Best by {name}"]
-    page.make_page([tmp_path], tmp_path / "index.html", 0)
-    assert "lora of a/0.png" in (tmp_path / "index.html").read_text("utf-8")
+    validations = best_step.read_validations(tmp_path)
+    assert len(validations) == 1 and best_step.describe(validations) == ["best so far: none"]
+    assert best_step.steps_to_keep(validations) == set() and best_step.better_steps(validations) == {}
+    assert run_script("tools/page.py", tmp_path).status == 0
+    text = (tmp_path / "index.html").read_text("utf-8")
+    assert "Steps at which NaN or Inf was computed: 1<" in text and "Best by" not in text
 
 # ---- what is saved ---------------------------------------------------------------------------------------------------
 

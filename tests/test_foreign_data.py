@@ -624,7 +624,8 @@ def test_a_sheet_paints_a_long_prompt_in_no_time():
     """A cell has room for three hundred letters."""
     prompt = "".join(map(chr, range(0x4e00, 0x9000))) * 6
     with within(5):
-        assert contact_sheets.contact_sheet([["a long prompt " * 60_000, contact_sheets.shown_prompt(prompt, "cat")]], ["", ""]).size
+        cells = ["a long prompt " * 60_000, contact_sheets.shown_prompt(prompt, "cat")]
+        assert contact_sheets.contact_sheet([cells], ["", ""]).size
 
 def test_repeats_have_a_limit(data):
     for value in (10_001, 10**9):

@@ -23,7 +23,8 @@ import torch
 
 import common
 from library.files import sniff, tensor_files
-from library.lora import foreign_loras, layer_patterns, lora_paths
+from library.lora import foreign_loras, lora_paths, peft_config
+from library.lora.lora_file import unfold
 from training import resume, run_folder
 import predict
 from tests.fuzz import fuzz, nested
@@ -254,7 +255,7 @@ def test_a_checkpoint_with_holes_is_not_read(tmp_path, made, name):
 def test_a_lora_with_holes_is_not_read(tmp_path):
     """As diffusers writes it, as this project does, and as other programs do."""
     tensor, size = sparse_tensor(1, 2**29)
-    signed = json.dumps({"sha256": tensor_files.NO_DIGEST})
+    signed = json.dumps({"format": tensor_files.FORMAT, "sha256": tensor_files.NO_DIGEST})
     for header in ({}, dict(lora_adapter_metadata=signed), dict(alpha="1")):
         header = {"__metadata__": header, f"{LAYER}.lora_A.weight": tensor}
         path = put_sparse(tmp_path / "x.safetensors", header, size)
@@ -264,7 +265,7 @@ def test_a_lora_with_holes_is_not_read(tmp_path):
 def test_many_large_matrices_with_holes_are_not_read(tmp_path, monkeypatch):
     """Each is one that a layer could have."""
     header, end, bytes_of_one = {}, 0, 4 * 3000 * 20_000
-    monkeypatch.setattr(foreign_loras, "MOST_BYTES", 2**30) # else the file would need 32 GB of address space
+    monkeypatch.setattr("library.lora.lora_file.MOST_BYTES", 2**30) # else the file would need 32 GB of address space
     for n in range(5):
         header[f"transformer.transformer_blocks.{n}.attn.to_q.lora_A.weight"] = dict(
             dtype="F32", shape=[3000, 20_000], data_offsets=[end, end + bytes_of_one])
@@ -293,7 +294,7 @@ def restored(made, folder):
     names = made.names
     checkpoint = resume.read_checkpoint(folder)
     optimizer = names["make_optimizer"](names["lora"].values())
-    resume.load_checkpoint(checkpoint, names["transformer"], names["lora"], optimizer, names["make_optimizer"])
+    resume.load_checkpoint(checkpoint, names["lora"], optimizer, names["make_optimizer"])
     for p in names["lora"].values():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -306,51 +307,66 @@ def rewrite(folder, change, name="optimizer.safetensors"):
     tensor_files.write_tensors(folder / name, tensors, meta, key)
     return folder
 
-def entry_of(meta, key, place=None):
-    return next(entry for entry in meta["optimizer"] if entry[1] == key and place in (None, entry[0]))
+def pairs_of(meta, place):
+    """The [key, value] pairs of the first param group, or of a parameter's state."""
+    saved = meta["optimizer"]
+    return (saved["param_groups"]["list"][0] if place == "group" else saved["state"][place])["dict"]
 
 def set_entry(place, key, value):
     """It returns a function that puts an entry in the place of the one of that name, or adds it."""
     def change(tensors, meta):
-        meta["optimizer"] = [e for e in meta["optimizer"] if e[:2] != [place, key]] + [[place, key, value]]
+        pairs = pairs_of(meta, place)
+        pairs[:] = [pair for pair in pairs if pair[0] != key] + [[key, value]]
     return change
+
+def set_saved(key, value):
+    return lambda tensors, meta: meta["optimizer"].update({key: value})
 
 FIRST = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
 OWNED = Path(tempfile.mkdtemp()) / "owned"
+COMMAND = {"subprocess.call": ["touch", str(OWNED)]}
 STATES = {
-    "a command": set_entry("self", "x", {"subprocess.call": ["touch", str(OWNED)]}),
-    "a command in a parameter's state": set_entry(FIRST, "exp_avg", {"subprocess.call": ["touch", str(OWNED)]}),
-    "a name": set_entry("group", "lr", {"builtins.max": [1, 2]}),
-    "another kind": set_entry("group", "betas", {"set": [1, 2]}),
-    "two kinds": set_entry("group", "betas", {"list": [1], "tuple": [2]}),
-    "no kind": set_entry("group", "betas", {}),
-    "a method": set_entry("self", "step", 3), "a new attribute": set_entry("self", "evil", 3),
-    "a hook": set_entry("self", "_optimizer_step_pre_hooks", {"dict": []}),
-    "a state": set_entry("self", "state", {"dict": []}), "groups": set_entry("self", "param_groups", {"list": []}),
-    "parameters": set_entry("group", "params", {"list": []}), "a new setting": set_entry("group", "evil", 1),
+    "a command": set_entry("group", "x", COMMAND), "a command in a parameter's state": set_entry(FIRST, "exp_avg", COMMAND),
+    "a command for a state": set_saved("state", COMMAND), "a command for groups": set_saved("param_groups", COMMAND),
+    "a name": set_entry("group", "lr", {"builtins.max": [1, 2]}), "another kind": set_entry("group", "betas", {"set": [1]}),
+    "two kinds": set_entry("group", "betas", {"list": [1], "tuple": [2]}), "no kind": set_entry("group", "betas", {}),
+    "a state": set_saved("state", []), "no state": set_saved("state", {}), "a text for a state": set_saved("state", "x"),
+    "no group": set_saved("param_groups", {"list": []}), "groups that are a number": set_saved("param_groups", 3),
+    "two groups": lambda tensors, meta: meta["optimizer"]["param_groups"]["list"].extend(
+        meta["optimizer"]["param_groups"]["list"]),
+    "no parameters": set_entry("group", "params", {"list": []}),
+    "parameters that are a text": set_entry("group", "params", "x"),
     "a text for a number": set_entry("group", "eps", "1e-8"), "a number for two": set_entry("group", "betas", 0.9),
     "an infinite number": set_entry("group", "weight_decay", math.inf),
-    "NaN": set_entry("group", "eps", math.nan), "a place": set_entry("__class__", "x", 1),
-    "another parameter": set_entry("transformer_blocks.99.x", "step", 1),
-    "a place that is a list": set_entry([], "x", 1),
-    "a key that is a list": set_entry("group", [1], 1), "no tensor of that name": set_entry(
-        FIRST, "exp_avg", {"tensor": ["nothing", False]}),
+    "a huge number": set_entry("group", "weight_decay", 1e300),
+    "a number of many digits": set_entry("group", "weight_decay", 10**400),
+    "NaN": set_entry("group", "eps", math.nan),
+    "another parameter": lambda tensors, meta: meta["optimizer"]["state"].update({"x.99": {"dict": []}}),
+    "a number for a parameter's state": lambda tensors, meta: meta["optimizer"]["state"].update({FIRST: 3}),
+    "a key that is a list": set_entry("group", {"list": []}, 1),
+    "no tensor of that name": set_entry(FIRST, "exp_avg", {"tensor": ["nothing", False]}),
     "a path that is no text": set_entry(FIRST, "exp_avg", {"tensor": [[], False]}),
-    "a number for a tensor": set_entry(FIRST, "exp_avg", 1), "a tensor of another": lambda tensors, meta: (
-        entry_of(meta, "exp_avg", FIRST).__setitem__(2, {"tensor": ["step." + FIRST, True]})),
+    "a number for a tensor": set_entry(FIRST, "exp_avg", 1),
+    "a tensor of another": set_entry(FIRST, "exp_avg", {"tensor": ["step." + FIRST, True]}),
     "a deep list": set_entry("group", "betas", nested(300)),
-    "an entry of two": lambda tensors, meta: meta["optimizer"].append(["group", "lr"]),
-    "an entry that is a number": lambda tensors, meta: meta["optimizer"].append(3),
+    "an entry of one": lambda tensors, meta: pairs_of(meta, "group").append(["lr"]),
+    "an entry that is a number": lambda tensors, meta: pairs_of(meta, FIRST).append(3),
     "nothing": lambda tensors, meta: meta["optimizer"].clear(),
-    "a parameter missing": lambda tensors, meta: meta.update(
-        optimizer=[entry for entry in meta["optimizer"] if entry[0] != FIRST]),
+    "a parameter missing": lambda tensors, meta: [meta["optimizer"]["state"].pop(FIRST)] + [
+        tensors.pop(f"{key}.{FIRST}") for key in ("step", "exp_avg", "exp_avg_sq")],
+    "all parameters missing": lambda tensors, meta: (tensors.clear(), meta["optimizer"]["state"].clear()),
+    "a moment missing": lambda tensors, meta: (tensors.pop("exp_avg." + FIRST), pairs_of(meta, FIRST).remove(
+        next(pair for pair in pairs_of(meta, FIRST) if pair[0] == "exp_avg"))),
     "tensors missing": lambda tensors, meta: tensors.clear(),
+    "a tensor missing": lambda tensors, meta: tensors.pop("exp_avg." + FIRST),
+    "a tensor more": lambda tensors, meta: tensors.update(evil=torch.ones(2)),
     "a tensor of another shape": lambda tensors, meta: tensors.update({"exp_avg." + FIRST: torch.zeros(3)}),
-    "a tensor of integers": lambda tensors, meta: tensors.update(
-        {"exp_avg." + FIRST: tensors["exp_avg." + FIRST].int()}),
+    "a tensor of more dimensions": lambda tensors, meta: tensors.update(
+        {"exp_avg_sq." + FIRST: torch.stack(2 * [tensors["exp_avg_sq." + FIRST]])}),
     "a tensor with NaN": lambda tensors, meta: tensors["exp_avg_sq." + FIRST].fill_(math.nan),
     "a negative step": lambda tensors, meta: tensors["step." + FIRST].fill_(-5),
-    "no list": lambda tensors, meta: meta.update(optimizer={"a": 1}),
+    "the earlier way": lambda tensors, meta: meta.update(optimizer=[["group", "lr", 0.1]]),
+    "another form": lambda tensors, meta: meta.update(optimizer={"a": 1}),
     "no config": lambda tensors, meta: meta.update(config=7),
     "a step that is a float": lambda tensors, meta: meta.update(step=2.0),
     "a step that is true": lambda tensors, meta: meta.update(step=True),
@@ -366,11 +382,30 @@ def adam(small, tmp_path_factory):
     return SimpleNamespace(folder=folder, flags=flags, names=result.globals)
 
 def test_a_checkpoint_as_it_is_can_be_restored(adam, tmp_path):
-    """So can one of an older torch, whose groups lacked a setting; a counter may not be missing."""
+    """So can one of an older torch, whose groups lacked a setting."""
     restored(adam, adam.folder / "checkpoint-000002")
     folder = shutil.copytree(adam.folder / "checkpoint-000002", tmp_path / "checkpoint-000002")
-    rewrite(folder, lambda tensors, meta: meta["optimizer"].remove(entry_of(meta, "foreach", "group")))
+    rewrite(folder, lambda tensors, meta: pairs_of(meta, "group").remove(["foreach", None]))
     restored(adam, folder)
+
+@pytest.mark.parametrize("place", ["group", FIRST])
+@pytest.mark.parametrize("key", ["step", "evil", "_optimizer_step_pre_hooks", "__class__", "state", "param_groups"])
+def test_a_stranger_s_state_reaches_two_dictionaries_and_no_attribute(tmp_path, adam, place, key):
+    """Whatever name it has there, it is a plain value in a param group or in a parameter's state."""
+    folder = shutil.copytree(adam.folder / "checkpoint-000002", tmp_path / "checkpoint-000002")
+    rewrite(folder, set_entry(place, "step.1" if key == "step" and place != "group" else key, {"dict": [["x", 3]]}))
+    names = adam.names
+    optimizer = names["make_optimizer"](names["lora"].values())
+    before = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    checkpoint = resume.read_checkpoint(folder)
+    resume.load_checkpoint(checkpoint, names["lora"], optimizer, names["make_optimizer"])
+    after = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    assert before == after
+    assert type(optimizer) is torch.optim.AdamW and optimizer.step.__func__ is torch.optim.AdamW.step
+    values = [*optimizer.param_groups[0].values()]
+    for state in optimizer.state.values():
+        values += state.values()
+    assert {"x": 3} in [value for value in values if isinstance(value, dict)]
 
 @pytest.mark.parametrize("kind", STATES)
 def test_a_stranger_s_optimizer_state_is_one_line_and_runs_nothing(tmp_path, adam, kind):
@@ -381,7 +416,7 @@ def test_a_stranger_s_optimizer_state_is_one_line_and_runs_nothing(tmp_path, ada
         restored(adam, folder)
     assert not OWNED.exists()
 
-@pytest.mark.parametrize("kind", ["a command", "a method", "a tensor of another shape", "a tensor with NaN"])
+@pytest.mark.parametrize("kind", ["a command", "no group", "a tensor of another shape", "a tensor with NaN"])
 def test_train_py_ends_before_the_first_step_and_changes_nothing(tmp_path, adam, kind):
     run = shutil.copytree(adam.folder, tmp_path / "run")
     rewrite(run / "checkpoint-000002", STATES[kind])
@@ -503,12 +538,12 @@ def test_many_patterns_and_wildcards_end_soon(tmp_path):
     for patterns in ({f".*{n}.*x{n}": 1 for n in range(20)}, {name: 1 for name in layers},
                      {f"^({'|'.join(layers)})": 1}, {f"x\\d+{n}": 1 for n in range(2000)}):
         begun = time.process_time()
-        read = layer_patterns.read_patterns(patterns, "rank_pattern")
-        assert [layer_patterns.of_layer(read, layer, 0) for layer in layers]
+        read = peft_config.read_patterns(patterns, "rank_pattern")
+        assert [peft_config.number_of_layer(read, layer, 0) for layer in layers]
         assert time.process_time() - begun < 10
     for patterns in ({f".*{n}": 1 for n in range(50)}, {f"x{n}": 1 for n in range(3000)}, {"x" * 300_000: 1}):
         with pytest.raises(ValueError, match="too many"):
-            layer_patterns.read_patterns(patterns, "rank_pattern")
+            peft_config.read_patterns(patterns, "rank_pattern")
 
 def test_a_long_pattern_for_many_layers_is_one_line_at_once(tmp_path):
     """Each of 10,000 layers would go through 200,000 letters; and ours for all layers of the real model are taken."""
@@ -520,9 +555,9 @@ def test_a_long_pattern_for_many_layers_is_one_line_at_once(tmp_path):
         predict.read_lora(path)
     linears = [name for name in foreign_loras.layer_names().values() if ".0." in name]
     names = [name.replace(".0.", f".{b}.", 1) for b in range(60) for name in linears]
-    patterns = foreign_loras.meta_of({name: n % 8 for n, name in enumerate(names)})["transformer.alpha_pattern"]
+    patterns = foreign_loras.alpha_meta({name: n % 8 for n, name in enumerate(names)})["transformer.alpha_pattern"]
     config = dict(r=1, lora_alpha=1, rank_pattern={pattern: 1 for pattern in patterns}, alpha_pattern=patterns)
-    foreign_loras.checked("x", config, len(names))
+    peft_config.check_config("x", config, len(names))
 
 def test_many_small_tensors_are_one_line_at_once(tmp_path):
     header = {f"t{n}": dict(dtype="F32", shape=[0], data_offsets=[0, 0]) for n in range(100_000)}
@@ -534,21 +569,21 @@ def test_a_folded_scale_beyond_what_can_be_trained_is_one_line(tmp_path, scale, 
     """The scale alone is in its limits; alpha is not, or lora_B overflows."""
     tensors = {key: torch.full_like(value, b) for key, value in lora_tensors(rank=16).items()}
     folded = dict.fromkeys(layers_of(tensors), scale)
-    state, meta = predict.read_lora(lora_file(tmp_path, tensors, **{"train.folded": folded}))
-    with refused("x.safetensors", "train.folded"):
-        foreign_loras.unfold("x.safetensors", state, meta)
+    lora = predict.read_lora(lora_file(tmp_path, tensors, **{"train.folded": folded}))
+    with refused(lora.path, "train.folded"):
+        unfold(lora)
 
 def test_what_reaches_peft_are_patterns_of_our_own(tmp_path):
     path = save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(
         r=2, lora_alpha=2, alpha_pattern={".*\\d+.attn.to_q": 4}, target_modules="(.+)+!", exclude_modules="(.+)+!",
         layers_to_transform=[0], layers_pattern="(.+)+!", lora_dropout=0.5, modules_to_save=["img_in"]))
-    config = predict.config_of(*predict.read_lora(path))
+    config = predict.config_of(predict.read_lora(path))
     blocks = [f"transformer_blocks.{b}.attn.to_q" for b in (0, 1)]
     assert config["alpha_pattern"] == {f"^({'|'.join(map(re.escape, blocks))})": 4}
     assert not {"exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"} & config.keys()
     assert sorted(config["target_modules"]) == layers_of(lora_tensors())
     with within(30):
-        predict.load_loras(predict.load_transformer(TINY, "float32"), [path])
+        predict.load_loras(predict.load_transformer(TINY, "float32"), [predict.read_lora(path)])
 
 KEYS = [".lora_" * 20_000, "lora" * 20_000 + "x", "transformer." * 20_000 + "img_in.lora_A.weight", "lora_A." * 20_000,
         "transformer_blocks." + "9" * 5000 + ".attn.to_q.lora_A.weight", ".lora_A.weight" * 9000, "_lora." * 20_000,
@@ -587,7 +622,7 @@ def test_a_lora_of_no_rank_or_too_high_a_rank_is_one_line(tmp_path, kind):
     for header in (None, of_diffusers(r=len(a), lora_alpha=1)):
         path = save(tmp_path / "x.safetensors", {f"{LAYER}.lora_A.weight": a, f"{LAYER}.lora_B.weight": b}, header)
         with refused(path):
-            predict.load_loras(predict.load_transformer(TINY, "float32", weights=False), [path])
+            predict.load_loras(predict.load_transformer(TINY, "float32", weights=False), [predict.read_lora(path)])
 
 FACTORS = { # of a LoKr or LoHa: shapes, each of a few KB
     "kron of columns": dict(lokr_w1=(10**5, 1), lokr_w2=(10**5, 1)),
@@ -617,6 +652,8 @@ GEOMETRIES = [["x"], "abc", -4, None, True, {}, dict(target_pixels=10**9), dict(
               dict(upscale="yes"), dict(control_pixels={"a": 1}), dict(control_pixels=None), dict(control_pixels=31),
               dict(control_pixels=10**400), dict(evil=1)]
 
+NO_SIZES = SimpleNamespace(model="tiny", target_pixels=None, control_pixels=None, upscale=None) # predict.py's flags
+
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda value: str(value)[:40])
 def test_a_lora_s_sizes_are_such_as_the_flags_take_or_one_line(tmp_path, geometry):
     """In a file of ours, whose digest is right, in one of diffusers, and in one that other programs write."""
@@ -627,12 +664,11 @@ def test_a_lora_s_sizes_are_such_as_the_flags_take_or_one_line(tmp_path, geometr
     tensor_files.write_tensors(file, lora_tensors(), meta, "lora_adapter_metadata")
     others = save(tmp_path / "y.safetensors", lora_tensors(prefix="diffusion_model."), dict(train=json.dumps(meta)))
     for path in (file, lora_file(tmp_path, lora_tensors(), **meta), others):
-        args = SimpleNamespace(model="tiny", lora=[path], target_pixels=None, control_pixels=None, upscale=None)
         if geometry is None: # says nothing
-            assert predict.find_geometry(args)["target_pixels"] == ["native"]
+            assert predict.find_geometry(NO_SIZES, [predict.read_lora(path)])["target_pixels"] == ["native"]
             continue
         with refused(path, "geometry"):
-            predict.find_geometry(args)
+            predict.read_lora(path)
 
 @pytest.mark.parametrize("name", ["lora_adapter_metadata", "train"])
 def test_deep_json_in_a_header_is_no_traceback(tmp_path, name):
@@ -654,9 +690,9 @@ META = {f"transformer.{k}": v for k, v in dict(
 
 def all_of(path):
     """What predict.py does with a LoRA's file before it draws."""
-    predict.config_of(*predict.read_lora(path))
-    args = SimpleNamespace(model="tiny", lora=[path], target_pixels=None, control_pixels=None, upscale=None)
-    predict.find_geometry(args)
+    lora = predict.read_lora(path)
+    predict.config_of(lora)
+    predict.find_geometry(NO_SIZES, [lora])
 
 def test_fuzz_of_a_lora_s_metadata(tmp_path):
     """Of diffusers, of ours with the right digest, and as flat texts."""

@@ -1,5 +1,6 @@
 """tools/measure.py: what it measures is what was planted."""
 import json
+import os
 import runpy
 
 import numpy as np
@@ -80,16 +81,17 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     assert is_one_line(result.errors[-1], "none of the pictures")
 
 def test_results_of_another_call_in_the_same_folder_are_a_warning(tmp_path):
-    """predict.py calls them NAME-2.png; a sample may have such a name, too."""
-    for name in ("cat", "dog", "dog-2"):
+    """They have the same name, and another key. The newest is measured."""
+    for n, name in enumerate(("cat", "dog", "dog-2")):
         add_item(tmp_path / "data", name)
-        save(paint_picture(), tmp_path / f"out/{name}.png")
+        save(paint_picture(seed=n), tmp_path / f"out/{name}-0123456{n}.png")
     flags = [tmp_path / "out", tmp_path / "data", "--model", "none"]
     assert "warning" not in run_script("tools/measure.py", *flags).err
-    for name in ("cat-2", "cat-3", "dog-2-2", "other-2"):
-        save(paint_picture(), tmp_path / f"out/{name}.png")
+    for n, name in enumerate(("cat", "dog-2")):
+        path = save(paint_picture(), tmp_path / f"out/{name}-89abcdef.png")
+        os.utime(path, (10**9 * n, 10**9 * n)) # older than the first ones
     result = run_script("tools/measure.py", *flags)
-    assert result.status == 0 and "out: 3 results of other calls, such as cat-2.png, are not measured" in result.err
+    assert result.status == 0 and "out: 2 results of other calls, such as cat-89abcdef.png, are not" in result.err
 
 @pytest.mark.parametrize("size, model, status", [
     ((65, 64), "tiny", 1), ((65, 64), "none", 0), ((64, 16), "none", 1), ((32, 32), "tiny", 0)])

@@ -1,4 +1,5 @@
-"""training/memory_fit.py: on a GPU, as few blocks are computed again as its memory allows. Here bytes are counted on a CPU."""
+"""training/memory_fit.py: on a GPU, as few blocks are computed again as its memory allows. Here bytes are counted on a
+CPU."""
 import contextlib
 import dataclasses
 import functools
@@ -328,7 +329,6 @@ def test_the_counted_time_is_that_of_its_parts():
 def test_the_plan_tells_the_time_of_the_flags_as_given(tmp_path, monkeypatch):
     """Of 8 blocks of the real width, on two cards: a large one, which copies slowly, and one of 3 GB."""
     folder = copy_model(tmp_path / "real", "*.safetensors")
-    (folder / "defaults.json").unlink() # which are tiny's
     file = folder / "transformer/config.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | dict(
         num_layers=8, num_attention_heads=24, attention_head_dim=128, joint_attention_dim=3584,

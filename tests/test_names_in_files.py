@@ -202,13 +202,12 @@ ALLOWED = {
                         "cls._from_config(cls.config_class.from_pretrained(folder))": FILES,
                         "cls.config_class.from_pretrained(folder)": FILES},
         "try_schedule": {"FlowMatchEulerDiscreteScheduler.from_config(content)": FILES}},
-    "library/cli/defaults.py": {"words_of": {"re.fullmatch(TEXTS[name])": OWN}},
     "library/models/devices.py": {"find_flash": {"find_spec(package)": OWN}},
     "library/files/sniff.py": {"family": {"re.search(pattern)": OWN}},
-    "library/cli/near_misses.py": {"fold": {"re.sub(f'(?<!\\\\w){re.escape(path.stem)}(?=\\\\.\\\\w)')": "escaped"},
-                        "scheduled_twice": {"locate(optimizer)": FLAG}},
-    "library/lora/foreign_loras.py": {"sort_tensors": {"re.search(pattern)": OWN},
-                             "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
+    "library/cli/command_line.py": {"parse_args": {"find_spec(PACKAGES[value])": OWN, "getattr(flag)": OWN}},
+    "library/lora/foreign_loras.py": {"group_by_layer": {"re.search(pattern)": OWN}},
+    "library/lora/peft_config.py": {
+        "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
     "library/data/index_file.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},
     "common.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
                             "show_streams": {"getattr(name)": OWN, "setattr(name)": OWN}},
@@ -240,7 +239,6 @@ ALLOWED = {
         "getattr(args.dtype)": FLAG, "locate(args.optimizer)": "--optimizer, as in train.py",
         "torch.load(io.BytesIO(tensors['optimizer'].numpy()))": "weights_only: plain values and tensors"}},
     "tools/measure.py": {"ends_of": {"re.fullmatch(f'(?s)(.+)({end})')": OWN}},
-    "tools/page.py": {"resume_command": {"re.fullmatch(HARMLESS.get(flag, '(?s).*'))": OWN}},
 }
 
 def test_every_place_where_a_text_becomes_code_or_a_name_is_known():

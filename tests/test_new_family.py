@@ -1,9 +1,11 @@
 """
 GUIDE's table "A new model family" names every file that knows Qwen-Image-Edit, and no other.
 """
+import ast
+import io
 import re
+import tokenize
 
-from library.results import code_hash
 from tests.harness import HERE
 
 # what only this family has: names of its classes, versions, layers and config's fields; numbers of its tokens
@@ -12,11 +14,28 @@ WORDS = [r"Qwen[A-Z2-]", r"\b2509\b", r"\b2511\b", "zero_cond_t", "additional_t_
          "proj_out", r"block\.attn\.", "inner_dim", "in_channels", "joint_attention_dim", r"\b3584\b", "latents_mean",
          "TABLE = 4096", r"16 \* (w|h|shapes)\b", r"// 16\b", r"side % 16", r"/ 32\) \* 32", r"rows, \[64\]"]
 
+def code_of(text):
+    """Source without comments, docstrings and blank lines."""
+    lines, tree = text.split("\n"), ast.parse(text) # as Python counts lines
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str): # a text, and no more
+            first, last = node.lineno - 1, node.end_lineno
+            code = lines[first][:node.col_offset] + lines[last - 1][node.end_col_offset:]
+            lines[first:last] = [code] + [""] * (last - first - 1)
+    rows = set() # those with code, blank lines in a text of three quotes too
+    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
+        (first, column), (last, _) = token.start, token.end
+        if token.type == tokenize.COMMENT:
+            lines[first - 1] = lines[first - 1][:column].rstrip()
+        elif token.type not in (tokenize.NL, tokenize.DEDENT, tokenize.ENDMARKER):
+            rows.update(range(first, last + 1))
+    return "\n".join(lines[row - 1] for row in sorted(rows))
+
 def code():
     """{file: its source without comments and docstrings} of all scripts."""
-    files = [path for pattern in ("*.py", "library/**/*.py", "training/*.py", "tools/*.py", "tiny/*.py") for path in HERE.glob(pattern)
-             if path.name not in ("test_consistency.py", "conftest.py")]
-    return {path.relative_to(HERE).as_posix(): code_hash.code_of(path.read_text("utf-8")) for path in files}
+    files = [path for pattern in ("*.py", "library/**/*.py", "training/*.py", "tools/*.py", "tiny/*.py")
+             for path in HERE.glob(pattern) if path.name not in ("test_consistency.py", "conftest.py")]
+    return {path.relative_to(HERE).as_posix(): code_of(path.read_text("utf-8")) for path in files}
 
 def table():
     """{file: the names of it that GUIDE's table has}."""

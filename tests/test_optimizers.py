@@ -1,6 +1,6 @@
 """
-Optimizers of any package, by where they keep their state: a run that is resumed is the unbroken run to the bit, or the
-optimizer is refused before the first step, in one line that names what a checkpoint cannot keep.
+Optimizers of any package: with what their state_dict() has, a run that is resumed is the unbroken run to the bit. One
+that keeps a part of its state elsewhere is refused before the first step, in one line.
 
 $ python -m pytest -q tests/test_optimizers.py    # twenty seconds
 """
@@ -54,19 +54,6 @@ class TensorInGroup(Optimizer):
     def update(self, p, state, group):
         return group["d"] * group["pair"][0]
 
-class Attribute(Optimizer):
-    """As StableSPAM's total_steps; also a tensor and a dictionary of tensors."""
-    def begin(self):
-        self.t, self.d, self.buffers = 0, torch.ones(2, dtype=torch.bfloat16), {}
-
-    def begin_step(self, group):
-        self.t += 1
-        self.d += 1
-        self.buffers[self.t % 3] = torch.full((2,), self.t)
-
-    def update(self, p, state, group):
-        return self.t * self.d[0].float() + sum(x.sum() for x in self.buffers.values())
-
 class Lists(Optimizer):
     """As SOAP's and Shampoo's: matrices in lists, a part of them filled in the second step, None before that."""
     def update(self, p, state, group):
@@ -82,9 +69,11 @@ class Nested(Optimizer):
     """As SPAM's and ScalableShampoo's: dictionaries, with keys that JSON would turn into strings."""
     def update(self, p, state, group):
         if not state:
-            state["precond"] = {0: {"a": torch.ones(2)}, (1, "b"): (torch.tensor(1), None, True, "text", float("inf"))}
+            state["precond"] = {0: {"a": torch.ones(2)}, (1, "b"): (torch.tensor(1), None, True, float("inf"))}
+            state["precond"]["0"] = {"a": 3 * torch.ones(2)}
         state["precond"][0]["a"] += 1
-        return state["precond"][0]["a"][1]
+        assert state["precond"][1, "b"][1:] == (None, True, float("inf"))
+        return state["precond"][0]["a"][1] + state["precond"]["0"]["a"][0]
 
 class Harmless(Optimizer):
     """Objects that its constructor makes, and that never change."""
@@ -99,14 +88,38 @@ class Draws(Optimizer):
     """As SGLD, stochastic rounding, random projections: torch's numbers, also in its constructor. train.py seeds them
     for each step."""
     def begin(self):
-        self.scale = torch.rand(())
+        self.param_groups[0]["scale"] = torch.rand(())
 
     def update(self, p, state, group):
         if not state:
             state["projection"] = torch.randn_like(p)
-        return self.scale + 0.1 * (torch.randn_like(p) + state["projection"])
+        return group["scale"] + 0.1 * (torch.randn_like(p) + state["projection"])
 
 # ---- and that it does not --------------------------------------------------------------------------------------------
+
+class Attribute(Optimizer):
+    """As StableSPAM's total_steps."""
+    def begin(self):
+        self.t = 0
+
+    def begin_step(self, group):
+        self.t += 1
+
+    def update(self, p, state, group):
+        return self.t
+
+class HalfPrecision(Optimizer):
+    """load_state_dict() makes fp32 of it, and fp32 rounds otherwise."""
+    def update(self, p, state, group):
+        state["mean"] = state.get("mean", torch.zeros_like(p, dtype=torch.bfloat16)) * 0.9 + p.grad.bfloat16()
+        return state["mean"].float()
+
+class ObjectInGroup(Optimizer):
+    def begin(self):
+        self.param_groups[0]["settings"] = types.SimpleNamespace(a=3)
+
+    def update(self, p, state, group):
+        return 1
 
 class ByParameter(Optimizer):
     def begin(self):
@@ -182,15 +195,13 @@ class Window(Optimizer):
         return sum(self.window)
 
 class OneTensorTwice(Optimizer):
-    """In the group and as an attribute: read back, they would be two."""
-    def begin(self):
-        self.d = self.param_groups[0]["d"] = torch.ones(1)
-
+    """In the group and in the state: read back, they would be two."""
     def begin_step(self, group):
-        group["d"] += 1
+        group.setdefault("d", torch.ones(1)).add_(1)
 
     def update(self, p, state, group):
-        return self.d
+        state.setdefault("d", group["d"])
+        return state["d"]
 
 class Sparse(Optimizer):
     def update(self, p, state, group):
@@ -215,13 +226,12 @@ TORCH = "Adadelta Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Adafactor Muon"
 KEPT = [f"torch.optim.{name}" for name in TORCH.split()]
 KEPT += ["bitsandbytes.optim.PagedAdEMAMix8bit", "bitsandbytes.optim.Lion8bit", "schedulefree.RAdamScheduleFree",
          "schedulefree.AdamWScheduleFreeReference", "prodigyplus.ProdigyPlusScheduleFree", "prodigyopt.Prodigy"]
-OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Attribute, Lists, Nested, Harmless, Draws)]
-LOST = {ByParameter: "counts", Generator: "random", PythonsGenerator: "random", GlobalGenerator: "all of its state",
-        NumpysGenerator: "all of its state",
-        Closure: "all of its state", ObjectThatCounts: "counter", ObjectInState: "SimpleNamespace in its moment",
-        LateObject: "set in its later", StateOfAll: "state", Window: "all of its state", Sparse: "a trial",
-        OneTensorTwice: "all of its state", FailsInItsStep: "KeyError", ChangesNothing: "changes no weight",
-        NoTrain: "no attribute 'train'"}
+OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Lists, Nested, Harmless, Draws)]
+LOST = dict.fromkeys([Attribute, HalfPrecision, ByParameter, Generator, PythonsGenerator, GlobalGenerator,
+                      NumpysGenerator, Closure, ObjectThatCounts, Window, OneTensorTwice], "would take other steps")
+LOST |= {ObjectInState: "cannot keep SimpleNamespace", ObjectInGroup: "cannot keep SimpleNamespace",
+         LateObject: "cannot keep set", StateOfAll: "cannot keep 'all'", Sparse: "a trial",
+         FailsInItsStep: "KeyError", ChangesNothing: "changes no weight", NoTrain: "no attribute 'train'"}
 
 @pytest.mark.parametrize("optimizer", OWN)
 def test_state_of_every_form_resumes_to_the_bit(small, tmp_path, optimizer):
@@ -250,7 +260,8 @@ def test_a_module_that_fails_when_it_is_imported_is_one_line(tmp_path, monkeypat
 
 def maker(optimizer, ema):
     """-> make_optimizer as train.py has it."""
-    args = types.SimpleNamespace(optimizer=optimizer, ema=ema, lr=0.01, weight_decay=0.01, optimizer_args=[])
+    args = types.SimpleNamespace(optimizer=optimizer, ema=ema, lr=0.01, weight_decay=0.01, optimizer_args=[],
+                                 lr_scheduler="constant")
     return optimizers.find_optimizer(args, None)
 
 def trial(optimizer, ema=0):
@@ -279,38 +290,55 @@ def test_published_optimizers_pass_the_trial_which_changes_nothing(optimizer, em
     trial(optimizer, ema)
     assert random.getstate() == state
 
+def random_lora(factor=0.1):
+    torch.manual_seed(0)
+    return {"a": torch.nn.Parameter(torch.randn(16, 64)), "b": torch.nn.Parameter(factor * torch.randn(128, 16))}
+
+def checkpoint_of(folder, optimizer, lora):
+    """It returns what resume.read_checkpoint makes of a checkpoint's optimizer, beside this LoRA."""
+    with optimizers.averaged_weights(optimizer):
+        resume.save_optimizer(folder, optimizer, lora)
+        tensors = {f"transformer.{name}": p.detach().clone() for name, p in lora.items()}
+    return resume.Checkpoint(folder, tensors, *resume.read_optimizer(folder))
+
 @pytest.mark.parametrize("ema", [0, 0.3])
 @pytest.mark.parametrize("optimizer", KEPT + OWN)
-def test_what_published_optimizers_have_saved_is_taken_back(optimizer, ema):
-    """training/resume.py looks whether a checkpoint's state is the optimizer's; that state stays as it is. After few and
-    many steps, from zeros and from other weights."""
+def test_what_an_optimizer_has_saved_is_put_back_to_the_bit(tmp_path, optimizer, ema):
+    """After one, two and thirty steps, from zeros and from other weights: the next steps are those of an optimizer that
+    went on. What was read stays as it was."""
     skip_unless_it_can(optimizer, ema)
     make_optimizer = maker(optimizer, ema)
     for factor in (0, 0.1):
-        torch.manual_seed(0)
-        lora = {"a": torch.nn.Parameter(torch.randn(16, 64)), "b": torch.nn.Parameter(factor * torch.randn(128, 16))}
+        lora, resumed = random_lora(factor), random_lora(factor)
         made = make_optimizer(lora.values())
         for steps in (range(1), range(1, 2), range(2, 30)):
             resume.take_steps(made, lora, steps)
-            with optimizers.averaged_weights(made):
-                tensors, state = resume.state_of(made, lora)
-                tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-                saved, state = {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(state))
-                references = resume.references_of(lora, steps.stop, make_optimizer)
-                resume.refuse_state(lora, tensors, state, references)
-                resume.try_state(lora, tensors, state, make_optimizer)
-            assert all(torch.equal(tensor.nan_to_num(), saved[name].nan_to_num()) for name, tensor in tensors.items())
+            checkpoint = checkpoint_of(tmp_path, made, lora)
+            resume.take_steps(made, lora, range(90, 93))
+            before = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
+            second = make_optimizer(resumed.values())
+            resume.load_checkpoint(checkpoint, resumed, second, make_optimizer)
+            resume.take_steps(second, resumed, range(90, 93))
+            assert_bitwise([p.detach() for p in resumed.values()], [p.detach() for p in lora.values()])
+            assert all(torch.equal(checkpoint.tensors[name].nan_to_num(), x.nan_to_num()) for name, x in before.items())
 
-@pytest.mark.parametrize("place", ["group", "self", "state", "values"])
-def test_a_checkpoint_that_lacks_a_part_is_noticed_by_the_trial(monkeypatch, place):
-    """The trial has teeth: whatever load_optimizer leaves out."""
-    real = resume.load_optimizer
-    kept = dict(group=lambda entry: entry[0] != "group", self=lambda entry: entry[0] != "self",
-                state=lambda entry: entry[0] in ("group", "self"), values=lambda entry: entry[1] != "exp_avg")
-    monkeypatch.setattr(preflight, "load_optimizer", lambda optimizer, lora, tensors, state: real(
-        optimizer, lora, tensors, list(filter(kept[place], state))))
-    optimizer = dict(group=TensorInGroup, self=Attribute, state=Nested).get(place)
-    with pytest.raises(common.InputError, match="cannot keep|fails in a trial"):
+@pytest.mark.parametrize("lost", ["group", "state", "a value"])
+def test_a_checkpoint_that_lacks_a_part_is_noticed_by_the_trial(monkeypatch, lost):
+    """The trial has teeth: whatever save_optimizer leaves out."""
+    real = torch.optim.Optimizer.state_dict
+
+    def state_dict(self):
+        state = real(self)
+        if lost == "group":
+            state["param_groups"][0]["d"] = torch.tensor(1.0)
+        elif lost == "state":
+            state["state"] = {}
+        else:
+            state["state"] = {n: {k: v for k, v in x.items() if k != "exp_avg"} for n, x in state["state"].items()}
+        return state
+    optimizer = dict(group=TensorInGroup, state=Lists).get(lost)
+    monkeypatch.setattr(torch.optim.Optimizer, "state_dict", state_dict)
+    with pytest.raises(common.InputError, match="other steps|fails in a trial"):
         trial(f"{__name__}.{optimizer.__name__}" if optimizer else "torch.optim.AdamW")
 
 def test_a_run_goes_on_as_if_no_trial_had_been(small, tmp_path, monkeypatch):
@@ -326,16 +354,18 @@ def test_a_late_state_that_cannot_be_kept_is_one_line(small, tmp_path, monkeypat
     monkeypatch.setattr(preflight, "check", lambda *arguments: None)
     result = run_script("train.py", *small.flags, "--optimizer", f"{__name__}.ObjectInState", "--out_dir",
                         tmp_path / "a")
-    assert result.status == 1 and is_one_line(result.errors[0], "SimpleNamespace in its moment"), result.err
+    assert result.status == 1 and is_one_line(result.errors[0], "cannot keep SimpleNamespace"), result.err
 
 def test_a_checkpoints_state_is_json_and_tensors(small, tmp_path):
     """Counters stay on the CPU on any device; a list stays a list; numbers have their type."""
-    value = {"a": [1, 1.0, True, None, "x", (), {}], 2: (torch.tensor(3), torch.ones(2, 2, dtype=torch.bfloat16))}
+    value = {"a": [1, 1.0, True, None, "x", (), {}, float("inf")], 2: (torch.tensor(3), torch.ones(2, 2)),
+             "2": [torch.zeros(2, dtype=torch.bfloat16)], (1, "b"): {0.5: torch.ones(1)}}
     tensors = {}
     text = json.dumps(resume.to_json(value, "path", tensors))
+    assert len(tensors) == 4
     back = resume.from_json(json.loads(text), tensors, "cpu")
-    assert repr(back) == repr(value) and len(tensors) == 2
-    for bad in (object(), {1}, torch.nn.Parameter(torch.ones(1)), [b"bytes"], torch.float32):
+    assert repr(back) == repr(value) and not tensors
+    for bad in (object(), {1}, [b"bytes"], torch.float32, {object(): 1}, np.float64(1)):
         with pytest.raises(TypeError):
             resume.to_json(bad, "path", {})
 

@@ -1,4 +1,5 @@
-"""library/models/: few bits, sharding, --plan, trackers; offloading with them. The same numbers, less memory; how much."""
+"""library/models/: few bits, sharding, --plan, trackers; offloading with them. The same numbers, less memory; how
+much."""
 import copy
 import gc
 import ctypes
@@ -348,7 +349,6 @@ def test_the_plan_of_the_real_model_needs_no_weights(tmp_path, monkeypatch):
     """Only config files. 10 of its 60 blocks have 3.5 billion parameters; every way to save memory saves some."""
     monkeypatch.setattr(plan, "RATES", {"Slow": (80, 6, 4, 3, 0.03, 50, 50)})
     folder = copy_model(tmp_path / "real", "*.safetensors")
-    (folder / "defaults.json").unlink() # which are tiny's
     file = folder / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | dict(
         num_layers=10, num_attention_heads=24, attention_head_dim=128, joint_attention_dim=3584,

@@ -1,10 +1,10 @@
-"""train.py: its stream, its loss, optimizer, checkpoints and validation. What it computes: test_consistency.py."""
+"""train.py: its stream, its loss, optimizer, flags, run folders and end. Validations: tests/test_validation.py. What it
+computes: test_consistency.py."""
 import functools
 import gc
 import importlib.util
 import math
 import os
-import pickle
 import re
 import shlex
 import shutil
@@ -22,16 +22,16 @@ from PIL import Image
 
 import cache
 import common
-from library.cli import command_line, flag_types
-from library.data import dataset, index_file, picture_files
+from library.cli import command_line
+from library.data import index_file
 from library.files import tensor_files
-from library.lora import foreign_loras
-from training import best_step, resume, validation
+from library.lora import peft_config
+from training import resume
 import predict
 import rope_patch
 from tests.harness import (ADAMW, EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve,
                            damage_tensors, demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of,
-                           lora_tensors, losses_of, paint_picture, recipe, rel, run_script, save, show, start_ranks,
+                           lora_tensors, losses_of, recipe, rel, run_script, save, show, start_ranks,
                            train, train_demo, train_log, until, validations_of)
 
 @pytest.fixture(scope="module")
@@ -433,8 +433,7 @@ WARNINGS = { # flags of a training on pairs of 64x64, or of two shapes -> what i
     "--negative_prompt ugly": "--negative_prompt: has no effect at a CFG scale of 1 or below",
     "--negative_prompt ugly --true_cfg_scale 2": None,
     "--sample_every 1": "--sample_every: nothing will be generated", "--max_tokens 9": "--max_tokens 9: cat has ",
-    "--mask_foreground_weight 5": "there is no mask", "--target_pixels 512x512": "cat: 512x512 is slow",
-    "--mask auto --mask_foreground_weight 5": None, "--target_pixels 320x320": None,
+    "--mask_foreground_weight 5": "there is no mask", "--mask auto --mask_foreground_weight 5": None,
     "--warmup_steps 2": "--warmup_steps 2: the run has 2 steps", "--warmup_steps 1": None,
     "--warmup_steps 8": "only rises, to 1.3e-03 in the last",
     "--optimizer tests.test_averages.ScheduleFreeSGD": "--lr_scheduler cosine: tests.test_averages.Schedul",
@@ -448,17 +447,6 @@ def test_what_a_person_may_not_expect_is_said_once_before_anything_is_encoded(tm
     result = train(data, tmp_path, *flags.split())
     lines = [line for line in result.err.splitlines() if "warning" in line]
     assert result.status == 7 and len(lines) == bool(named) and (not named or named in lines[0]), result.err
-
-@pytest.mark.parametrize("text, warned", [
-    ("**Edit**\n- keep the cup\n- make it red", True), ('{\n"style": "red"\n}', True),
-    ("make it red\npaint it red", False), ("# a note in one line", False)])
-def test_a_caption_that_is_one_text_in_lines_is_named(tmp_path, text, warned, monkeypatch):
-    """As language models write it, in Markdown or JSON. Each of its lines is a prompt of its own."""
-    data = add_item(tmp_path / "data", "cat")
-    (data / "target/cat.txt").write_text(text, "utf-8")
-    monkeypatch.setattr(cache, "encode_samples", lambda *_, **__: sys.exit(7))
-    result = train(data, tmp_path)
-    assert ("warning: cat: its caption has" in result.err) == warned and "warning: --" not in result.err, result.err
 
 @pytest.mark.parametrize("flags, named", [
     (["--mask_foreground_weight", 0, "--mask_background_weight", 0], "both mask weights are 0"),
@@ -488,11 +476,6 @@ def test_a_run_that_fails_before_its_log_leaves_no_folder_and_no_file_of_others_
     assert [bool(re.search(r"  \d:\d\d:\d\d left$", line)) for line in steps] == [False, True, True]
 
 
-def old_info(part):
-    if "config" in part:
-        del part["config"]["data_hash"]
-    return part
-
 def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
     """Differing fields are listed, before anything slow; a finished run says so; a folder with a run in it is not
     overwritten."""
@@ -518,11 +501,6 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
         assert result.status == 1 and is_one_line(result.errors[0], f"{name}: "), result.err
         assert not [other for other in changes if other != name and f"{other}: " in result.errors[0]]
     (tmp_path / "file").write_text("", "utf-8")
-    with monkeypatch.context() as patch: # a checkpoint of a train.py that compared less
-        real = tensor_files.read_tensors
-        patch.setattr("training.resume.read_tensors", lambda *args: [old_info(part) for part in real(*args)])
-        result = train_demo(tmp_path / "a", *flags, "--resume")
-    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "a", "older version"), result.err
     result = train_demo(tmp_path / "file/run")
     assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "file/run")
     assert before == {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file() and p.name != ".lock"} | {
@@ -588,71 +566,7 @@ def test_runs_that_start_together_take_two_numbers(tmp_path, small, start):
     assert (folders[1] / "DONE").exists() and len(list((tmp_path / "out").iterdir())) == 2
     assert re.findall(r"^step (\d+)/10  .*  \d:\d\d:\d\d left$", ranks[0].output(), re.M) == [*map(str, range(2, 11))]
 
-# ---- validation ------------------------------------------------------------------------------------------------------
-
-def test_validation_changes_no_number(tmp_path, data, monkeypatch):
-    """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
-    dropout. Pictures without the LoRA are drawn once."""
-    monkeypatch.setitem(flag_types.SAMPLING, "num_inference_steps", 2)
-    flags = ["--cache_dir", tmp_path / "c", "--lora_dropout", 0.5, "--max_steps", 3, *NATIVE, *EXACT]
-    drawn, denoise = [], predict.denoise
-    monkeypatch.setattr(predict, "denoise", lambda *args: drawn.append(1) or denoise(*args))
-    for more in ([], ["--val_data", data, "--sample_every", 1]):
-        result = train(data, tmp_path, *flags, *more)
-        assert result.status == 0, result.err
-    a, b = tmp_path / "run-0", tmp_path / "run-1"
-    assert curve(log_of(a)) == curve(log_of(b)) and len(drawn) == 1 + 3
-    assert all(torch.equal(x, lora_of(b)[k]) for k, x in lora_of(a).items())
-    assert [p.name for p in sorted((b / "samples").glob("*.png"))] == [f"step_{n:06d}_data.png" for n in (1, 2, 3)]
-    assert [r["step"] for r in validations_of(b)] == [1, 2, 3] and not validations_of(a)
-    for n in (1, 2, 3): # said before the pictures are drawn
-        assert re.search(rf"step {n}: validation on \d+ samples\n(.*\n)?step {n}: validation loss", result.out)
-    assert {p.requires_grad for n, p in result.globals["transformer"].named_parameters()} == {True, False}
-
-def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):
-    """A kill while pictures are drawn after step 2 of 4: the resumed run has log and sheets of an unbroken one."""
-    flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--max_steps", 4, "--sample_every", 2, *NATIVE, *EXACT]
-    train(data, tmp_path, *flags)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt): # what else fails there is a warning
-        patch.setattr(predict, "generate_samples", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        train(data, tmp_path, *flags)
-    whole, cut = tmp_path / "run-0", tmp_path / "run-1"
-    assert [r["step"] for r in log_of(cut)] == [1, 2]
-    for _ in range(2): # and once more, from the end
-        (cut / "DONE").unlink(missing_ok=True)
-        assert train(data, tmp_path, *flags, "--out_dir", cut, "--resume").status == 0
-        # the one that was interrupted has been taken again; one that was not may stand twice
-        logs = [{r["step"]: r | dict(seconds=0) for r in validations_of(run)} for run in (cut, whole)]
-        assert logs[0] == logs[1]
-        assert [r["step"] for r in validations_of(whole)] == [2, 4]
-        assert curve(log_of(cut)) == curve(log_of(whole))
-    assert sorted(p.name for p in cut.glob("samples/*")) == sorted(p.name for p in whole.glob("samples/*"))
-
-def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, monkeypatch):
-    """For a page that shows the run: each validation's pictures, as drawn, and once what they are compared with, all in
-    the drawn size. Of more than 20 validations the oldest pictures go, but for those of the best steps."""
-    monkeypatch.setitem(flag_types.SAMPLING, "num_inference_steps", 2)
-    add_item(data, "deep/cat", [(64, 96), (96, 64), (300, 40)])
-    flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--max_steps", 2, "--sample_every", 1, *NATIVE, *EXACT]
-    assert train(data, tmp_path, *flags).status == 0
-    run, read = tmp_path / "run-0", lambda *parts: picture_files.read_image(tmp_path.joinpath("run-0/samples", *parts))
-    first, last = validations_of(run)
-    assert [p["file"] for p in last["pictures"]] == sorted(p["file"] for p in first["pictures"])
-    cat, = [p for p in last["pictures"] if p["file"] == "data/deep-cat.png"]
-    assert cat["controls"] == 2 and cat["prompt"] == dataset.read_dataset(data)[0][0].prompts[0]
-    base, target, control, drawn = [read(d, cat["file"]) for d in ("base", "target", "control", "step_000002")]
-    assert base.size == target.size == control.size == drawn.size == (64, 96)
-    assert read("control_1", cat["file"]).width == 64 and drawn != read("step_000001", cat["file"])
-    got = [validation.psnr(image, target) for image in (control, base, drawn)]
-    assert cat["psnr"][:3] == pytest.approx(got, abs=0.01)
-    assert last["psnr"]["data/deep"]["lora"] == pytest.approx(got[2])
-    for n in range(30):
-        (run / f"samples/step_9{n:05}").mkdir()
-    (run / "DONE").unlink()
-    assert train(data, tmp_path, *flags, "--out_dir", run, "--resume").status == 0
-    kept = [f"step_{step:06d}" for step in sorted(best_step.steps_to_keep(run))]
-    newest = [f"step_9{n:05}" for n in range(10, 30)]
-    assert kept and sorted(p.name for p in run.glob("samples/step_*/")) == kept + newest
+# ---- the end of a run ------------------------------------------------------------------------------------------------
 
 def test_the_last_words_of_a_run_are_a_command_that_works(tmp_path):
     """With the base that it was trained on, and what a small card needs for it; the run's name may have a space."""
@@ -688,106 +602,6 @@ def test_an_interrupted_end_is_taken_again(tmp_path, data, monkeypatch):
     result = train(data, tmp_path, *flags, "--out_dir", run, "--resume")
     assert result.status == 0 and (run / "DONE").exists() and lora_of(run), result.err
     assert [r["step"] for r in validations_of(run)] == [2] and len(list(run.glob("samples/*.png"))) == 1
-
-def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
-    """While the LoRA does nothing they are one number in every step and for every --seed, whatever is dropped; it falls
-    when the pictures themselves are learned; and it is the training's loss, with its mask."""
-    monkeypatch.setattr(predict, "denoise", lambda model, config, jobs, *_: [job.noise for job in jobs]) # nobody looks
-    add_item(data, "dog", mask=Image.fromarray(np.eye(64, dtype=bool)))
-    flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--sample_every", 1, *NATIVE, *EXACT]
-    for more in (["--lr", 0, "--lora_dropout", 0.9], ["--lr", 0, "--seed", 1], ["--max_steps", 5, "--warmup_steps", 0],
-                 ["--lr", 0, "--mask_foreground_weight", 9]):
-        result = train(data, tmp_path, *flags, *more)
-        assert result.status == 0, result.err
-    first, second, learned, masked = [[r["val_loss"] for r in validations_of(tmp_path / f"run-{n}")] for n in range(4)]
-    assert len({*first, *second}) == 1 and len(learned) == 5 and learned[-1] < 0.98 * first[0]
-    assert abs(masked[0] / first[0] - 1) > 1e-3
-    levels, ns, real = [], result.globals, result.globals["load_item"]
-    monkeypatch.setitem(ns["validation_loss"].__globals__, "load_item",
-                        lambda picked: levels.append(picked.s.item()) or real(picked))
-    with torch.no_grad():
-        losses = ns["validation_loss"]()
-    assert losses.mean().item() == pytest.approx(masked[-1])
-    assert [round(x, 5) for x in losses.tolist()] == validations_of(tmp_path / "run-3")[-1]["val_losses"]
-    whole = ns["validation_loss"].__globals__
-    with monkeypatch.context() as patch, torch.no_grad(): # each has its own place
-        patch.setitem(whole, "load_item", real)
-        patch.setitem(whole, "val_samples", whole["val_samples"][:1])
-        assert ns["validation_loss"]().tolist() == pytest.approx(losses.tolist()[:1])
-    assert sorted(levels) == sorted([0.125, 0.375, 0.625, 0.875] * len(ns["val_samples"])) and len(levels) >= 8
-
-@pytest.mark.parametrize("most, made", [(2, [0, 2]), (9, [0, 1, 2, 3, 4]), (0, [])])
-def test_a_validation_makes_at_most_val_pictures_and_computes_the_loss_of_all(tmp_path, monkeypatch, most, made):
-    """They are spread over all samples, and in the sheet. What goes to the first process are numbers, no pictures."""
-    monkeypatch.setitem(flag_types.SAMPLING, "num_inference_steps", 2)
-    for n in range(5):
-        add_item(tmp_path / "data", f"{n}/cat", [(160, 160), (128, 160)])
-    losses, sent, real_generate, real_gather = [], [], predict.generate_samples, common.gather_objects
-    names, first = [], None
-
-    def generate_samples(transformer, vae, config, requests, *args):
-        names.append([int(sample.name[0]) for sample, _ in requests])
-        return real_generate(transformer, vae, config, requests, *args)
-
-    def gather_objects(value):
-        sent.append(len(pickle.dumps(value)))
-        return real_gather(value)
-    monkeypatch.setattr(predict, "generate_samples", generate_samples)
-    monkeypatch.setattr(predict, "denoise", lambda model, config, jobs, *_: [job.noise for job in jobs])
-    monkeypatch.setattr(common, "gather_objects", gather_objects)
-    for flags in (["--val_pictures", most], []):
-        result = train(tmp_path / "data", tmp_path, "--cache_dir", tmp_path / "c", "--val_data", tmp_path / "data",
-                       "--max_steps", 1, *flags, *NATIVE, *EXACT)
-        assert result.status == 0, result.err
-        first = first or result
-        losses += [r["val_loss"] for r in validations_of(tmp_path / f"run-{len(losses)}")]
-    assert losses[0] == losses[1] and names == [made] * 2 + [[0, 1, 2, 3, 4]] * 2 # base and LoRA
-    assert sent and max(sent) < 20_000
-    record, = validations_of(tmp_path / "run-0")
-    sheets = [Image.open(path).size[1] for path in (tmp_path / "run-0/samples").glob("*.png")]
-    assert sheets == [200 * len(made) + 24] * bool(made)
-    assert list(record["psnr"]) == [f"data/{n}" for n in made] and ("PSNR" in first.out) is bool(made)
-    whole, = validations_of(tmp_path / "run-1")
-    assert record["psnr"].items() <= whole["psnr"].items() # each compared with its own target
-
-def test_two_processes_share_a_validation(tmp_path, start, data):
-    """The same validation loss, PSNRs and sheet as one process."""
-    flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size", 2,
-             *NATIVE, *EXACT]
-    assert run_script("train.py", *flags, "--out_dir", tmp_path / "one").status == 0
-    ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two")
-    assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
-    (one,), (two,) = validations_of(tmp_path / "one"), validations_of(tmp_path / "two")
-    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
-    assert two["psnr"]["data"] == pytest.approx(one["psnr"]["data"], abs=0.05)
-    a, b = [np.asarray(Image.open(tmp_path / d / "samples/step_000001_data.png"), int) for d in ("one", "two")]
-    assert a.shape == b.shape and np.abs(a - b).max() <= 1
-
-def test_psnrs_are_those_of_the_pictures(tmp_path, data, monkeypatch):
-    """The input against the target by hand; groups are folders; the VAE alone is the ceiling of a perfect model."""
-    add_item(data, "deep/cat", [(64, 96), (96, 64)])
-    target = {}
-    real = cache.load_latents
-
-    def perfect(model, config, jobs, *_):
-        return [target[len(job.noise)] for job in jobs]
-    monkeypatch.setattr(cache, "load_latents", lambda *args: target.update(
-        {len(t["pixel_latent"]): t["pixel_latent"] for t in [real(*args)]}) or real(*args))
-    monkeypatch.setattr(predict, "denoise", perfect)
-    result = train(data / "target/../../data", tmp_path, "--cache_dir", tmp_path / "c", "--max_steps", 1,
-                   "--val_data", data, *NATIVE, *EXACT)
-    assert result.status == 0, result.err
-    record, = validations_of(tmp_path / "run-0")
-    psnr = record["psnr"]
-    assert list(psnr) == ["data", "data/deep"]
-    # a row has what the best step is chosen by
-    row = re.search("^all pictures +([0-9]+)((?: +[0-9.]+){4})$", result.out, re.M)
-    assert int(row[1]) == len(record["pictures"])
-    assert row[2].split() == [f"{mean:.1f}" for mean in best_step.mean_psnr(record).values()]
-    got, want = [Image.open(data / kind / "deep/cat.png") for kind in ("control", "target")]
-    assert psnr["data/deep"]["input"] == pytest.approx(validation.psnr(got.resize(want.size, Image.LANCZOS), want))
-    deep = psnr["data/deep"]
-    assert deep["lora"] == deep["base"] == deep["vae"] > deep["input"]
 
 @pytest.mark.skipif(not FULL, reason="four trainings of a minute and more each: --full -k shared_positions -s")
 def test_the_edit_is_learned_in_two_ways_and_not_with_shared_positions(tmp_path, monkeypatch):
@@ -856,51 +670,6 @@ def test_a_loss_that_explodes_is_said_and_the_remedy_after_nan_works(small, tmp_
                         "--max_steps", 1)
     assert result.status == 0 and result.err.count("checkpoint-000003") == 1, result.err
 
-# ---- --val_data ------------------------------------------------------------------------------------------------------
-
-def test_validation_pictures_that_are_trained_too_are_counted_by_content(data, tmp_path):
-    """Copied instead of moved, under another name; by cache.py and train.py; not where all are moved."""
-    val = add_item(tmp_path / "val", "new")
-    for path in data.glob("*/cat.*"): # the same pair, under another name
-        shutil.copy(path, val / path.parent.name / f"copy{path.suffix}")
-    words = "warning: 1 of 2 samples of --val_data have pictures that are also trained, for instance copy"
-    flags = ["--data", data, "--cache_dir", tmp_path / "c", *ON_DEVICE]
-    save(paint_picture().convert("L"), data / "mask/cat.png") # which changes the latents' file
-    assert words in run_script("cache.py", *flags, "--val_data", val).out
-    result = run_script("train.py", *flags, "--val_data", val, "--max_steps", 1, "--out_dir", tmp_path / "run",
-                        "--batch_size", 2)
-    assert result.status == 0 and result.out.count(words) == 1, result.err
-    for path in val.glob("*/copy*"):
-        path.unlink()
-    assert "also trained" not in run_script("cache.py", *flags, "--val_data", val).out
-
-@pytest.mark.parametrize("names", [["one/val/a", "two/val/a"], ["one/val/x/a", "one/val/x-a"]])
-def test_validation_samples_that_would_share_their_pictures_are_refused(data, tmp_path, names):
-    for name in names:
-        root, sample = re.fullmatch("(.*/val)/(.*)", name).groups()
-        add_item(tmp_path / root, sample)
-    roots = sorted(path.parent for path in tmp_path.glob("*/val/target"))
-    result = run_script("train.py", "--data", data, "--cache_dir", tmp_path / "c", "--val_data", *roots, "--max_steps",
-                        1, "--out_dir", tmp_path / "run", *ON_DEVICE)
-    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], "--val_data"), result.err
-    assert not list(tmp_path.glob("c/*/*"))
-
-def test_a_resumed_run_with_other_validation_pictures_compares_with_these(data, tmp_path):
-    """Of the same names: target, control and base are saved anew."""
-    def steps(val, *flags):
-        result = run_script("train.py", "--data", data, "--cache_dir", tmp_path / "c", "--val_data", val, "--out_dir",
-                            tmp_path / "run", "--batch_size", 2, "--lr_scheduler", "constant", *ON_DEVICE, *flags)
-        assert result.status == 0, result.err
-        return {kind: (tmp_path / f"run/samples/{kind}/val/v.png").read_bytes()
-                for kind in ("target", "control", "base")}
-    add_item(tmp_path / "one/val", "v")
-    first = steps(tmp_path / "one/val", "--max_steps", 1)
-    for role in ("target", "control"):
-        save(paint_picture((64, 64), seed=99), tmp_path / f"two/val/{role}/v.png")
-    shutil.copy(tmp_path / "one/val/target/v.txt", tmp_path / "two/val/target")
-    second = steps(tmp_path / "two/val", "--max_steps", 2, "--resume")
-    assert all(first[kind] != second[kind] for kind in first)
-
 def test_one_dataset_by_two_paths_is_given_twice(data):
     result = run_script("cache.py", "--data", data, f"{data}/../data/", *ON_DEVICE)
     assert result.status == 2 and is_one_line(result.errors[0], "--data", "twice"), result.err
@@ -939,12 +708,13 @@ def test_the_real_share_of_preserve_is_told(tmp_path):
 
 def effect_of(run):
     """It returns what a run's LoRA adds to each weight."""
-    state, meta = predict.read_lora(run)
-    config = foreign_loras.checked(run, {key.removeprefix("transformer."): value for key, value in meta.items()}, 0)
+    lora = predict.read_lora(run)
+    state, config = lora.state, {key.removeprefix("transformer."): value for key, value in lora.meta.items()}
+    config = peft_config.check_config(run, config, 0)
     added = {}
     for key in [key for key in state if key.endswith(".lora_A.weight")]:
         layer = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
-        scale = foreign_loras.of_config(run, config, layer, len(state[key]))
+        scale = peft_config.scale_of_layer(run, config, layer, len(state[key]))
         added[layer] = scale * state[key.replace("lora_A", "lora_B")].double() @ state[key].double()
     return added
 

@@ -102,7 +102,7 @@ def test_one_road_from_foreign_folders_to_a_page(tmp_path, source, start, window
               *on_cpu)
     drawn = {path.stem for path in (tmp_path / "edited").glob("*.png")}
     assert drawn > {"one", "two words", "\u732b", "cats-three", "four"} # and a sheet of all
-    works("tools/page.py", run, "--data", data)
+    works("tools/page.py", run)
     works("tools/convert_lora.py", run, "--to", "comfyui", "--out", tmp_path / "comfy.safetensors")
     works("tools/convert_lora.py", run, "--to", "model", "--out", tmp_path / "merged")
     works("tools/prune.py", cached, "--delete")

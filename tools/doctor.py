@@ -59,7 +59,7 @@ from library.data.picture_files import fit_size, mask_is_empty, read_image, read
 from library.data.sample_checks import how_many
 from library.files import disk
 from library.models.hub import MODELS
-from library.results import result_names
+from library.results import result_files
 from library.results.contact_sheets import contact_sheet, shown_prompt, thumbnail
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import places_of, write_sample
@@ -188,9 +188,9 @@ def examine_pictures(paths):
         return findings, small, list(map(small_copy, pictures)), list(map(looks_of, pictures))
 
 def examine_sample(sample, pipe, args):
-    """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, sizes of the controls'
-    copies for the text encoder, thumbnails of target and control for find_twins, their small_copy for odd_pairs, their
-    looks_of). InputError if something is wrong."""
+    """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, sizes of the
+    controls' copies for the text encoder, thumbnails of target and control for find_twins, their small_copy for
+    odd_pairs, their looks_of). InputError if something is wrong."""
     import cache
     sizes = [picture_files.image_size(path) for path in dataset.pictures_of(sample)]
     targets, controls, prompt_sizes = cache.plan_sizes(pipe, sizes, vars(args))
@@ -579,7 +579,7 @@ def main():
     if args.align:
         disk.try_renames(args.align, f"--align {args.align}")
     earlier = {out / "index.html": PAGE, out / "report.json": REPORT}
-    earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), result_names.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
+    earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), result_files.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
     for path, mark in earlier.items():
         common.refuse_to_replace(path, mark)
     for path in earlier: # of an earlier report, in case this call ends early

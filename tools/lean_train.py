@@ -27,7 +27,6 @@ from library.cli.flag_types import key_value, natural, not_negative, number, pos
 from library.data import dataset
 from library.files import stray_files, tensor_files
 from library.lora.lora_paths import LORA_FILE
-from library.models import devices
 
 # ---- flags: flag(name, default, help); others come from common -------------------------------------------------------
 
@@ -54,7 +53,7 @@ flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial Lo
 flag("--out_dir", Path("out/lean"), "gets the LoRA (also for ComfyUI), log.jsonl, and what --resume needs", type=Path)
 flag("--save_every", 200, "steps between saves, each of which replaces the one before", type=positive)
 flag("--resume", False, "continue the run in --out_dir; begin if that has none")
-args = command_line.parse_data_args(parser, "train.py") # also here tiny has train.py's tiny/defaults.json
+args = command_line.parse_data_args(parser, "train.py") # tiny has train.py's defaults, too
 if lacking := {"--val_data", "--preserve", "--prompt_image_dropout_rate"}.intersection(parser.given()):
     parser.error(f"argument {min(lacking)}: lean_train.py lacks it; leave it out, or take train.py")
 args.val_data = [] # tiny's defaults have some
@@ -71,6 +70,7 @@ import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler
 import cache
 import predict
+from library.models import devices
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 # ---- the recipe: which sample, at which noise, with which loss -------------------------------------------------------

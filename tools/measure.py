@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, tell
-from library.cli import command_line, near_misses
+from library.cli import command_line
 from library.data import dataset, picture_files
 from library.data.automatic_mask import auto_mask, from_middle
 from library.files import stray_files
-from library.results.result_names import picture_stem
+from library.results.result_files import picture_stem
 
 OURS = rb'\A\{\n "[^"]*": \{\n  "pictures": \d+' # how the file of --json begins
 
@@ -52,7 +52,7 @@ def read_flags():
     args = parser.parse_args()
     if (args.results / "log.jsonl").exists():
         words = ["--lora", args.results, "--jobs", args.dataset, "--out_dir", "edited"]
-        draw = common.shell_command(["python", near_misses.own_script("predict.py"), *words])
+        draw = common.shell_command(["python", "predict.py", *words])
         raise InputError(f"{args.results}: is a run; first {draw}, then measure edited")
     if not args.results.is_dir():
         raise InputError(f"{args.results}: no folder of results; {stray_files.near_path(args.results)}")
@@ -146,28 +146,29 @@ def read_result(path, by_vae):
                          "generate it again with predict.py, or give --model none, which needs no multiples")
     return result
 
-def ends_of(folder, stems):
-    """Finds out with which --seed and --scales predict.py has generated the pictures in `folder`: several seeds add
-    endings such as -s1 to the file names, several scales -x0.5. stems: the names without an ending -> {ending: its
-    scale, as a text}, sorted by scale."""
+def results_in(folder):
+    """-> ({name of a result without its key: path}, paths of results with the same name, of other settings). Of several
+    the newest counts."""
+    newest, older = {}, []
+    for file in sorted(folder.glob("*.png"), key=lambda path: path.stat().st_mtime):
+        name = re.sub(r"-[0-9a-f]{8}\Z", "", file.stem)
+        if name in newest:
+            older.append(newest[name])
+        newest[name] = file
+    return newest, older
+
+def ends_of(names, stems):
+    """Finds out with which --seed and --scales predict.py has generated the results of these names: several seeds add
+    endings such as -s1, several scales -x0.5. stems: the names without an ending -> {ending: its scale, as a text},
+    sorted by scale."""
     scale, readings = r"-x(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)", []
-    for file in sorted(folder.glob("*.png")):
-        matches = [re.fullmatch(f"(?s)(.+)({end})", file.stem) for end in ("()", r"-s\d+()", scale, r"-s\d+" + scale)]
+    for name in sorted(names):
+        matches = [re.fullmatch(f"(?s)(.+)({end})", name) for end in ("()", r"-s\d+()", scale, r"-s\d+" + scale)]
         readings.append([(m[2], m[3]) for m in matches if m and m[1] in stems])
     # a name may itself end in -s1, and then has two readings: the ending that more files have is the right one
     times = Counter(end for of_file in readings for end in of_file)
     ends = dict(max(of_file, key=times.get) for of_file in readings if of_file)
     return dict(sorted(ends.items(), key=lambda item: float(item[1] or "-inf")))
-
-def results_of_others(folder, measured):
-    """-> the pictures NAME-2.png and so on, beside these names: predict.py calls a result so if NAME.png is that of an
-    earlier call, with other settings."""
-    found = []
-    for file in sorted(folder.glob("*.png")):
-        name, dash, number = file.stem.rpartition("-")
-        if dash and number.isdecimal() and name in measured and file.stem not in measured:
-            found.append(file)
-    return found
 
 COLUMNS = dict(input="7.1f", result="7.1f", vae="7.1f", kept="9.1f", inside="7.1f",
                outside="7.1f", shift="9.2f", zoom="7.2f", colour="7.1f")
@@ -188,13 +189,14 @@ def main(args):
     samples, problems = dataset.read_dataset(args.dataset)
     diffusers.utils.logging.disable_progress_bar()
     stems = {picture_stem(sample): sample for sample in samples}
-    ends = ends_of(args.results, stems)
+    results, older = results_in(args.results)
+    ends = ends_of(results, stems)
     if stems and not ends:
         raise InputError(f"{args.results}: none of the pictures of {args.dataset}; generate them: predict.py --jobs")
-    others = results_of_others(args.results, {f"{stem}{end}" for stem in stems for end in ends})
-    if others:
-        tell(f"warning: {args.results}: {len(others)} results of other calls, such as {others[0].name}, are not "
-             "measured; give each call of predict.py an --out_dir of its own", file=sys.stderr)
+    if older:
+        tell(f"warning: {args.results}: {len(older)} results of other calls, such as {older[0].name}, are not "
+             "measured, as newer ones have their names; give each call of predict.py an --out_dir of its own",
+             file=sys.stderr)
     pipe = None
     if args.model != "none":
         pipe = cache.load_pipeline(cache.find_model(args.model, ["vae", "tokenizer", "processor", "scheduler"]))
@@ -206,7 +208,8 @@ def main(args):
         by_size = {} # what `prepare` returned: the scales and seeds of a sample share it
         for end, scale in ends.items():
             with common.collect_errors(problems):
-                result = read_result(args.results / f"{stem}{end}.png", by_vae=pipe is not None)
+                path = results.get(stem + end, args.results / f"{stem}{end}.png")
+                result = read_result(path, by_vae=pipe is not None)
                 if result.size not in by_size:
                     by_size[result.size] = prepare(sample, result.size, pipe)
                 name = "/".join([sample.root, *Path(sample.name).parent.parts]) + (f" x{scale}" if scale else "")

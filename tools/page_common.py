@@ -1,6 +1,6 @@
 """
 The parts of the HTML pages that page.py and doctor.py write: elements, whose text is always escaped; links to pictures;
-thumbnails; and page.html, the template with the style, the slider over the steps and the before/after wipe.
+and page.html, the template with the style, the slider over the steps and the before/after wipe.
 """
 import base64
 import contextlib
@@ -18,9 +18,8 @@ from xml.etree.ElementTree import Element, tostring
 from PIL import Image
 
 from common import InputError, printable, write_file
-from library.data.picture_files import open_image, read_image
+from library.data.picture_files import open_image
 
-THUMBNAIL = 360 # pixels
 PAGE = b'<meta name="generator" content="tools/page_common.py">' # every page has it; which replaces no other file
 OURS = b"tools/page_common.py" # a comment in every JPEG of a page
 
@@ -53,12 +52,6 @@ def to_jpeg(image, side):
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
     image.save(jpeg := io.BytesIO(), "JPEG", quality=90, comment=OURS)
     return jpeg.getvalue()
-
-def thumbnail(path, content=None):
-    """-> a data: URL that contains a small copy of a picture; None if the file is missing or broken, or is not the one
-    that has the hash `content`: see common.open_image."""
-    with contextlib.suppress(InputError):
-        return "data:image/jpeg;base64," + base64.b64encode(to_jpeg(read_image(path, content), THUMBNAIL)).decode()
 
 def size_of(path):
     """-> (width, height); None if the file is missing or is not a picture."""
@@ -120,6 +113,7 @@ def section(title, *children, id=None):
 def save_page(path, title, sections):
     """Writes the template with these sections in it. The page tells browsers to run only the template's own script."""
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    # without this hash in its head, no browser would run the script: nor does one run a stranger's
     script = re.search("<script>(.*?)</script>", template, re.DOTALL)[1]
     parts = dict(title=escape(printable(title)), hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
                  body="".join(tostring(part, "unicode", method="html") for part in sections if part is not None))

@@ -44,9 +44,12 @@ def find_optimizer(args, parser):
         parser.error(NOT_FOUND.format(args.optimizer))
     if args.ema and has_average(found):
         parser.error(f"argument --ema: {args.optimizer} has an average of its own; leave out --ema")
-    for line in scheduled_twice(args.optimizer, args.lr_scheduler):
-        warn_once(f"warning: {line}")
-    return partial(make, with_ema(found, args.ema) if args.ema else found, args)
+    if args.lr_scheduler != "constant" and has_average(found):
+        warn_once(f"warning: --lr_scheduler {args.lr_scheduler}: {args.optimizer} is schedule-free, and its average "
+                  "replaces a schedule; give constant")
+    if args.ema:
+        found = with_ema(found, args.ema)
+    return partial(make, found, args)
 
 
 def make(optimizer_class, args, parameters):
@@ -67,12 +70,12 @@ def with_ema(optimizer_class, decay):
 
     class WithEma(optimizer_class): # a class because it has the two methods of a schedule-free one
         __module__ = optimizer_class.__module__ # by which training/failures.py knows torch's own
-        ema_steps = 0
 
         def step(self):
             super().step()
-            self.ema_steps += 1
-            share = 1 - min(decay, self.ema_steps / (self.ema_steps + 9))
+            group = self.param_groups[0] # where state_dict() finds the count
+            n = group["ema_steps"] = group.get("ema_steps", 0) + 1
+            share = 1 - min(decay, n / (n + 9))
             for p in self.all_parameters():
                 state = self.state[p]
                 if "averaged" not in state:
@@ -123,8 +126,3 @@ def use_trained_weights(optimizer):
         optimizer.train()
         for p, state in optimizer.state.items():
             p.data.copy_(state.pop("trained", p))
-
-def scheduled_twice(optimizer, lr_scheduler):
-    if lr_scheduler != "constant" and has_average(locate(optimizer)):
-        yield (f"--lr_scheduler {lr_scheduler}: {optimizer} is schedule-free, and its average replaces a schedule; "
-               "give constant")

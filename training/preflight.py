@@ -1,9 +1,9 @@
 """
 What would happen for the first time at a checkpoint, or at the end of a run, is tried before its first step.
 
-An optimizer, of any package, may keep what it wants where it wants. Here one takes a few steps with small copies of the
-LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.
-The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
+An optimizer, of any package, may keep state that its state_dict() lacks. Here one takes a few steps with copies of a
+part of the LoRA, is saved and read back into a second one, and both take the same steps from there: the weights must be
+equal. The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
 
 A checkpoint and the finished LoRA are written, read back, compared with what is trained, and put on a second model.
 Meanwhile the LoRA has random numbers, as zeros would hide a wrong scale; and of blocks whose LoRAs are alike all but
@@ -14,29 +14,26 @@ import gc
 import math
 import random
 import shutil
-import types
+from dataclasses import replace
 
 import torch
 from peft.tuners.lora import LoraLayer
 
 import predict
 from common import InputError, first_words, on_first_process, rank
-from library.files.tensor_files import read_tensors
 from library.lora.lora_paths import LORA_FILE
 from rope_patch import blocks_of
-from training import best_step
+from training import run_folder
 from training.optimizers import averaged_weights
-from training.resume import (OPTIMIZER_FILE, copies_of, load_optimizer, read_checkpoint, save_optimizer, some_of,
-                             take_steps, trial)
+from training.resume import load_optimizer, read_checkpoint, read_optimizer, save_optimizer, take_steps, trial
 
 STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
-FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty, default):
     """InputError if an optimizer of --optimizer would not resume to the bit, or if the files of this run could not be
     used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA; default: as for
-    hints.next_commands. All others are train.py's. Nothing is changed."""
+    run_folder.next_commands. All others are train.py's. Nothing is changed."""
     if len({group["lr"] for group in optimizer.param_groups}) > 1:
         raise InputError(f"{out_dir}: the optimizer's groups of parameters have several learning rates, and the loop "
                          "sets one for all; let it multiply them, or put all into one group")
@@ -62,7 +59,7 @@ def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_
             trained, scales, firsts = write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta)
         try:
             found = find_wrong(folder, args.optimizer, trained, scales, firsts, load_empty())
-            best_step.next_commands(args, folder, default)
+            run_folder.next_commands(args, folder, default)
         except InputError as e: # which names a file that will not be there
             found = first_words(e).removeprefix("error: ")
     except Exception as e: # of code that a person has changed, which can fail in any way
@@ -71,7 +68,8 @@ def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_
         shutil.rmtree(folder, ignore_errors=True)
     if found:
         raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
-                         "write_checkpoint, predict.py's save_lora and read_lora, or library/cli/near_misses.py")
+                         "write_checkpoint, predict.py's save_lora, library/lora/lora_file.py, or next_commands of "
+                         "training/run_folder.py")
 
 
 def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta):
@@ -118,12 +116,12 @@ def random_numbers(transformer, lora):
 def find_wrong(folder, optimizer, trained, scales, firsts, second):
     """-> what of write_files' answer does not come back from its files, in words; None if all does. second: an empty
     transformer, which gets both LoRAs, as far as they are whole."""
-    checkpoint, (finished, meta) = folder / "checkpoint-000001", predict.read_lora(folder)
+    checkpoint, finished = folder / "checkpoint-000001", predict.read_lora(folder)
     folded = dict(trained)
     for layer, scale in scales.items():
         folded[f"transformer.{layer}.lora_B.weight"] = scale * trained[f"transformer.{layer}.lora_B.weight"]
     for what, read, wanted in (("a checkpoint", read_checkpoint(checkpoint, optimizer).lora, trained),
-                               ("the finished LoRA", finished, folded)):
+                               ("the finished LoRA", finished.state, folded)):
         for name in sorted(read.keys() ^ wanted.keys()):
             return f"{what} has {name}, which is not trained" if name in read else f"{what} lacks {name}"
         for name, tensor in wanted.items():
@@ -134,9 +132,9 @@ def find_wrong(folder, optimizer, trained, scales, firsts, second):
         if n not in firsts:
             narrow.update(block.modules())
     places = {f"transformer.{name}" for name, module in second.named_modules() if module not in narrow}
-    for adapter, state, meta in (("trained", *predict.read_lora(checkpoint)), ("finished", finished, meta)):
-        whole = {name: tensor for name, tensor in state.items() if name.rsplit(".lora_", 1)[0] in places}
-        predict.load_lora(second, adapter, whole, meta, folder)
+    for adapter, lora in (("trained", predict.read_lora(checkpoint)), ("finished", finished)):
+        whole = {name: tensor for name, tensor in lora.state.items() if name.rsplit(".lora_", 1)[0] in places}
+        predict.load_lora(second, adapter, replace(lora, state=whole))
     for layer in (layer for layer in scales if f"transformer.{layer}" in places):
         found = second.get_submodule(layer).scaling
         if not math.isclose(found["trained"], scales[layer], rel_tol=1e-6) or found["finished"] != 1:
@@ -154,51 +152,53 @@ def check_optimizer(args, lora, make_optimizer, folder):
         return
     try:
         with trial():
-            lost, moved = find_lost(some_of(lora), make_optimizer, folder)
+            goes_on, moves = try_optimizer(two_of_each_shape(lora), make_optimizer, folder)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if lost is not None:
-        raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
-                         "anew; take another, such as torch.optim.AdamW")
-    if args.lr > 0 and not moved:
+    if not goes_on:
+        raise InputError(f"--optimizer {args.optimizer}: --resume would take other steps than an unbroken run, because "
+                         "its state_dict() lacks a part of its state, or because it draws numbers that are not "
+                         "torch's; take another, such as torch.optim.AdamW")
+    if args.lr > 0 and not moves:
         raise InputError(f"--optimizer {args.optimizer}: changes no weight in {STEPS[0]} steps; give other "
                          "--optimizer_args, or another, such as torch.optim.AdamW")
 
 
-def find_lost(few, make_optimizer, folder):
-    """-> (what of an optimizer's state does not come back, None if all does; whether it changes the weights). few:
-    {name: parameter}; folder: where it may write."""
+def two_of_each_shape(lora):
+    """-> of the parameters of each shape at most two."""
+    few = {}
+    for name, p in lora.items():
+        if sum(p.shape == other.shape for other in few.values()) < 2:
+            few[name] = p
+    return few
+
+
+def try_optimizer(few, make_optimizer, folder):
+    """-> (whether an optimizer that is saved and loaded takes the same steps as one that goes on, whether its steps
+    change the weights). few: {name: parameter}; folder: where it may write."""
     first = copies_of(few)
     optimizer = make_optimizer(first.values())
     take_steps(optimizer, first, range(STEPS[0]))
     with averaged_weights(optimizer):
         second = copies_of(first)
         save_optimizer(folder, optimizer, first)
-        tensors, info = read_tensors(folder / OPTIMIZER_FILE)
-    other = make_optimizer(second.values())
-    load_optimizer(other, second, tensors, info["optimizer"])
-    moved = not all(same_bits(first[name], few[name]) for name in few)
-    lost = difference(parts_of(optimizer, first), parts_of(other, second), "", set())
-    if lost is None:
-        for one, parameters in ((optimizer, first), (other, second)):
-            random.seed(id(one)) # a resumed process has other numbers here, too; torch's are seeded for each step
-            take_steps(one, parameters, range(STEPS[0], sum(STEPS)))
-        if not all(close(first[name], second[name], few[name]) for name in few):
-            lost = "all of its state: with the same gradients it goes on with other steps"
-        with averaged_weights(optimizer):
-            save_optimizer(folder, optimizer, first) # what has come since can be saved, too
-    return lost, moved
+    tensors, info = read_optimizer(folder)
+    resumed = make_optimizer(second.values())
+    load_optimizer(resumed, second, tensors, info["optimizer"])
+    moves = not all(same_bits(first[name], few[name]) for name in few)
+    for each, parameters in ((optimizer, first), (resumed, second)):
+        random.seed(id(each)) # a resumed process has other numbers here, too; torch's are seeded for each step
+        take_steps(each, parameters, range(STEPS[0], sum(STEPS)))
+    with averaged_weights(optimizer):
+        save_optimizer(folder, optimizer, first) # what has come since can be saved, too
+    return all(close(first[name], second[name], few[name]) for name in few), moves
 
 
-def parts_of(optimizer, parameters):
-    """All that an optimizer keeps; its state in the order of the parameters, as one with several groups fills it in
-    another order than a checkpoint does."""
-    state = dict(optimizer.state)
-    states = [state.pop(p, None) for p in parameters.values()]
-    return vars(optimizer) | dict(state=[*states, state])
+def copies_of(parameters):
+    return {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
 
 
 def close(p, other, before):
@@ -213,33 +213,3 @@ def same_bits(a, b):
         return False
     a, b = [x.detach().cpu().contiguous().flatten().view(torch.uint8) for x in (a, b)]
     return torch.equal(a, b)
-
-
-def difference(a, b, path, seen):
-    """-> where two values differ in any part, at any depth: ".state.0.exp_avg"; None if nowhere. seen: pairs that are
-    being compared already, as objects may refer to each other."""
-    if a is b or (id(a), id(b)) in seen:
-        return None
-    seen.add((id(a), id(b)))
-    if torch.is_tensor(a) and torch.is_tensor(b):
-        return None if same_bits(a, b) else path
-    if type(a) is not type(b):
-        return path
-    if isinstance(a, FUNCTIONS): # of each instance its own
-        return None if a.__name__ == b.__name__ else path
-    if isinstance(a, dict):
-        a, b = [[(key if isinstance(key, str) else n, [key, value]) for n, (key, value) in enumerate(x.items())]
-                for x in (a, b)]
-    elif isinstance(a, (list, tuple)):
-        a, b = list(enumerate(a)), list(enumerate(b))
-    elif isinstance(a, (str, int, float, bytes, set, frozenset, torch.dtype, torch.device)):
-        return None if a == b or a != a and b != b else path
-    else: # an object: what pickle would keep of it, such as a generator's position
-        a, b = [[("", part) for part in x.__reduce_ex__(4)[1:]] for x in (a, b)]
-    if len(a) != len(b):
-        return path
-    for (key, value), (_, other) in zip(a, b):
-        found = difference(value, other, f"{path}.{key}".strip("."), seen)
-        if found is not None:
-            return found
-    return None

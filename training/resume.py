@@ -2,13 +2,12 @@
 --resume: what only a run that goes on needs. It finds the newest intact checkpoint, refuses other settings, and puts
 LoRA and optimizer back, bit for bit on a CPU.
 
-An optimizer may keep state anywhere: for each parameter, in its param group (Prodigy), or as its own attributes, and
-not only tensors and numbers (SOAP has lists of tensors). All of it goes into optimizer.safetensors, as tensors and
-JSON; never as pickles, which run code when they are loaded. training/preflight.py tries before the first step whether all of
-it comes back.
+An optimizer's state is its state_dict(), as torch's contract has it: what an optimizer keeps elsewhere is lost, which
+training/preflight.py notices before the first step. The state goes into optimizer.safetensors as tensors and JSON,
+never as a pickle, which runs code when it is loaded.
 
-A checkpoint may come from a stranger. What its files say is data: it names no code, and goes only to places where the
-optimizer itself has put such data.
+A checkpoint may come from a stranger. We read tensors and plain JSON values from it, and hand these to
+load_state_dict(), so they reach the optimizer's two dictionaries (param_groups and state) and nothing else.
 """
 import contextlib
 import io
@@ -22,15 +21,13 @@ from pathlib import Path
 
 import torch
 
-import predict
 from common import InputError, first_words, say, shell_command
 from library.cli.flag_types import SAMPLING, is_index
 from library.files.disk import delete
 from library.files.stray_files import listed
 from library.files.tensor_files import OtherVersion, read_header, read_tensors, write_tensors
-from library.lora import foreign_loras
+from library.lora import lora_file
 from library.lora.lora_paths import LORA_FILE, checkpoints, number_of, numbered
-from library.models import environment
 from training import best_step, optimizers
 from training.run_folder import remove_old
 
@@ -54,7 +51,7 @@ class Checkpoint:
     path: Path # its folder
     lora: dict # {diffusers' name: tensor}
     tensors: dict # the optimizer's: {"exp_avg.PARAMETER": tensor}
-    info: dict # step, config, and `optimizer`: all else of its state, as save_optimizer writes it
+    info: dict # step, config, and `optimizer`: the rest of its state, as save_optimizer writes it
 
 
 def read_checkpoint(path, optimizer=""):
@@ -64,13 +61,11 @@ def read_checkpoint(path, optimizer=""):
     refuse_long_lora(path / LORA_FILE)
     lora, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
     refuse_long_state(path / OPTIMIZER_FILE, lora, optimizer)
-    tensors, info = read_tensors(path / OPTIMIZER_FILE)
-    if "optimizer" not in info: # until 25 November 2026 it had other entries
-        raise OtherVersion(f"{path / OPTIMIZER_FILE}: was written by an older version of this project; use that one")
+    tensors, info = read_optimizer(path)
     # both files must be of the step in the folder's name
     if not meta.get("train.step") == info.get("step") == number_of(path):
         raise InputError(f"{path}: its files do not belong together; it is damaged")
-    for name, kind in dict(step=int, config=dict, optimizer=list).items():
+    for name, kind in dict(step=int, config=dict).items():
         if type(info.get(name)) is not kind:
             raise InputError(f"{path / OPTIMIZER_FILE}: its {name} is no {kind.__name__}; take another copy")
     if not 1 <= info["step"] <= 10**9:
@@ -84,7 +79,7 @@ def refuse_long_lora(file):
     if file.is_file():
         try:
             with open(file, "rb") as f:
-                foreign_loras.refuse_header(read_header(f))
+                lora_file.refuse_header(read_header(f))
         except Exception as e: # a damaged file can fail in any way
             raise InputError(f"{file}: is no LoRA ({first_words(e)}); take another copy")
 
@@ -109,10 +104,11 @@ def find_checkpoint(out_dir, args):
         try:
             return read_checkpoint(path, args.optimizer)
         except OtherVersion as e: # the other checkpoints are of that version, too
-            line, also = str(e).removeprefix("error: ").split("; ")[0], ""
-            if "an older version" in line: # whose LoRA can be read
-                also = f", or start a new run from its LoRA: {from_its_lora(path)}"
-            raise InputError(f"--resume: {line}; continue with that version{also}")
+            line = str(e).removeprefix("error: ").split("; ")[0]
+            new_run = ""
+            if "newer" not in line: # a LoRA of an earlier version can be read
+                new_run = f", or start a new run from its LoRA: {from_its_lora(path)}"
+            raise InputError(f"--resume: {line}; continue with that version{new_run}")
         except InputError as e:
             say(f"warning: {path} is damaged; trying the checkpoint before it ({first_words(e)})")
     # a run that was killed before its first checkpoint begins again; one killed before its log has left hidden names
@@ -153,9 +149,6 @@ def compared_settings(args, **contents):
 def refuse_changes(out_dir, old, config, parser, data=()):
     """InputError names what differs between a checkpoint's config and ours. If a flag is newer than the checkpoint, it
     had its default there. data: --data, as of the samples the config has only a hash."""
-    if "data_hash" not in old:
-        raise InputError(f"--resume: {out_dir} was begun by an older version of train.py; continue it with that one, "
-                         "or start a new run from its LoRA with --pretrained_lora")
     changes = {}
     for name, value in json.loads(json.dumps(config)).items(): # as the checkpoint's JSON has it: tuples are lists there
         before = old.get(name, parser.get_default(name))
@@ -205,10 +198,11 @@ def from_its_lora(out_dir):
 
 
 def clean_folder(out_dir, step):
-    """Removes what an earlier process has left: half-written files and checkpoints, and what marks a run as finished.
-    The checkpoints after this step, which are damaged, get another name: they must not count for --keep -> the lines of
-    the log that stay: the first, and those up to the checkpoint, because later steps run again, and a kill may have
-    left half a line."""
+    """Prepares the folder for a run that continues after this step, and says so: removes what an earlier process has
+    left (half-written files and checkpoints, and what marks a run as finished). The checkpoints after this step, which
+    are damaged, get another name: they must not count for --keep -> the lines of the log that stay: the first, and
+    those up to the checkpoint, because later steps run again, and a kill may have left half a line."""
+    say(f"{out_dir}: continues after step {step}")
     for path in out_dir.glob(".tmp-*"): # train.py holds the lock, so these belong to a dead process
         remove_old(path)
     damaged = checkpoints(out_dir)
@@ -225,14 +219,6 @@ def clean_folder(out_dir, step):
     return first + [line for line in lines[1:] if is_record(line, step)]
 
 
-def continue_log(out_dir, step, around):
-    """Says that the run continues, and what is no longer as it was around it -> clean_folder's lines."""
-    say(f"{out_dir}: continues after step {step}")
-    kept = clean_folder(out_dir, step)
-    say(*environment.environment_changes("".join(kept[:1]), around))
-    return kept
-
-
 def put_aside(folder):
     """Moves the files of a damaged checkpoint to another folder, for a person, the LoRA first: without it this is no
     checkpoint. (Not every disk can rename the folder.)"""
@@ -247,7 +233,8 @@ def put_aside(folder):
 
 
 def is_record(line, step):
-    """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py reads it."""
+    """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py reads
+    it."""
     with contextlib.suppress(Exception): # a foreign log can fail in any way
         record = best_step.read_line(line)
         if "val_loss" in record:
@@ -255,72 +242,69 @@ def is_record(line, step):
         return best_step.is_count(record["step"], step)
     return False
 
-# ---- the optimizer's state -------------------------------------------------------------------------------------------
-
-
-def places_of(optimizer, lora):
-    """{a parameter's name, "group" or "self": the dictionary in which the optimizer keeps state}."""
-    states = {name: optimizer.state[p] for name, p in lora.items()}
-    return states | {"group": optimizer.param_groups[0], "self": vars(optimizer)}
-
-
-def state_of(optimizer, lora):
-    """-> (tensors, [(place, key, value as to_json makes it)]) of all that an optimizer keeps. InputError names state of
-    a parameter that cannot be saved; beside it there are objects, which are made with the optimizer."""
-    tensors, state = {}, []
-    for place, values in places_of(optimizer, lora).items():
-        for key, value in values.items():
-            try:
-                state.append((place, key, to_json(value, f"{key}.{place}", tensors)))
-            except TypeError as e:
-                if place in lora:
-                    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-                    raise InputError(f"--optimizer {kind}: a checkpoint cannot keep {e} in its {key}; take another, "
-                                     "such as torch.optim.AdamW")
-    return tensors, state
+# ---- LoRA and optimizer of a checkpoint ------------------------------------------------------------------------------
 
 
 def save_optimizer(folder, optimizer, lora, **info):
-    """Writes all that the optimizer keeps into a checkpoint's folder. lora: {name: parameter}; info: step and config.
-    To be called within averaged_weights. InputErrors are state_of's."""
-    tensors, state = state_of(optimizer, lora)
-    write_tensors(folder / OPTIMIZER_FILE, tensors, dict(info, optimizer=state))
+    """Writes an optimizer's state_dict() into a checkpoint's folder, its tensors as EXP_AVG.PARAMETER. lora: {name:
+    parameter}; info: step and config. To be called within averaged_weights. InputError for state that is neither a
+    tensor nor JSON."""
+    tensors, state, names = {}, optimizer.state_dict(), names_of(optimizer, lora)
+    try:
+        # by name, and not by number, as another version of diffusers may have another order of layers
+        saved = {names[n]: to_json(values, names[n], tensors) for n, values in state["state"].items()}
+        groups = to_json(state["param_groups"], "group", tensors)
+    except (TypeError, KeyError) as e: # a KeyError: state of no parameter
+        raise InputError(f"--optimizer {type(optimizer).__module__}.{type(optimizer).__name__}: a checkpoint cannot "
+                         f"keep {e} of its state; take another, such as torch.optim.AdamW")
+    write_tensors(folder / OPTIMIZER_FILE, tensors, dict(info, optimizer=dict(state=saved, param_groups=groups)))
 
 
-def load_optimizer(optimizer, lora, tensors, state):
-    """Puts back what save_optimizer has written: its tensors, and the entry `optimizer`."""
-    places = places_of(optimizer, lora)
+def read_optimizer(folder):
+    """-> what save_optimizer has written: (tensors, {step, config, optimizer})."""
+    tensors, info = read_tensors(folder / OPTIMIZER_FILE)
+    if type(info.get("optimizer")) is not dict: # until 28 November 2026 it was a list
+        raise OtherVersion(f"{folder / OPTIMIZER_FILE}: was written by an earlier version of this project; start a new "
+                           f"run from its LoRA: --pretrained_lora {folder}")
+    return tensors, info
+
+
+def load_optimizer(optimizer, lora, tensors, saved):
+    """Puts back what read_optimizer returns: its tensors, and the entry `optimizer`. Raises anything for a state that
+    is not this optimizer's."""
     device = next(iter(lora.values())).device
-    for place, key, value in state:
-        places[place][key] = from_json(value, tensors, device)
+    unread = dict(tensors)
+    number_of_name = {name: n for n, name in names_of(optimizer, lora).items()}
+    state = {}
+    for name, values in saved["state"].items():
+        state[number_of_name[name]] = dict(from_json(values, unread, device))
+    groups = from_json(saved["param_groups"], unread, device)
+    if unread:
+        raise ValueError(f"{len(unread)} tensors too many, for instance {min(unread):.100}")
+    optimizer.load_state_dict(dict(state=state, param_groups=groups))
     optimizers.use_trained_weights(optimizer)
 
 
-def load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer):
-    """Puts LoRA and optimizer back, bit for bit. InputError, before the optimizer has changed, for what another LoRA or
-    optimizer has saved. make_optimizer: train.py's."""
-    refuse_lora(checkpoint, lora)
-    predict.load_weights(transformer, checkpoint.lora, checkpoint.path)
-    tensors, state = checkpoint.tensors, checkpoint.info["optimizer"]
-    try:
-        with trial():
-            refuse_state(lora, tensors, state, references_of(lora, checkpoint.info["step"], make_optimizer))
-            try_state(lora, tensors, state, make_optimizer)
-    except Exception as e: # it may be anything
-        raise InputError(f"{checkpoint.path / OPTIMIZER_FILE}: is not what {type(optimizer).__name__} keeps "
-                         f"({type(e).__name__}: {first_words(e)}); take another copy, or start a new run from its "
-                         f"LoRA: {from_its_lora(checkpoint.path)}")
-    load_optimizer(optimizer, lora, tensors, state)
+def names_of(optimizer, lora):
+    """-> {number: name} of an optimizer's parameters, which its state_dict() numbers group by group."""
+    names = {p: name for name, p in lora.items()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {n: names[p] for n, p in enumerate(parameters)}
 
 
 def to_json(value, path, tensors):
-    """A value as JSON, which from_json reads; its tensors are added to `tensors`. TypeError if it has other parts."""
-    if torch.is_tensor(value) and not isinstance(value, torch.nn.Parameter): # (training/preflight.py compares the types)
+    """A value as JSON, which from_json reads. Its tensors are added to `tensors`, with names that end in `path`.
+    TypeError if it has other parts."""
+    if torch.is_tensor(value):
+        while path in tensors: # two keys may be the same text
+            path += "'"
         tensors[path] = value
         return {"tensor": [path, value.is_cpu and not value.dim()]} # torch wants its counters on the CPU
-    if type(value) in KINDS.values():
-        parts = value.items() if type(value) is dict else value
-        return {type(value).__name__: [to_json(part, f"{path}.{n}", tensors) for n, part in enumerate(parts)]}
+    if type(value) is dict: # JSON itself would make texts of all keys
+        return {"dict": [[to_json(key, path, tensors), to_json(part, f"{key}.{path}", tensors)]
+                         for key, part in value.items()]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [to_json(part, f"{n}.{path}", tensors) for n, part in enumerate(value)]}
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise TypeError(type(value).__name__)
@@ -330,30 +314,68 @@ KINDS = dict(list=list, tuple=tuple, dict=dict) # no other name that a file has 
 
 
 def from_json(value, tensors, device):
-    """The value that to_json was given, its tensors on the device. Raises anything for what to_json has not made."""
+    """The value that to_json was given, with copies of its tensors on the device; each is taken out of `tensors`.
+    Raises anything for what to_json has not made."""
+    if type(value) is list: # a key and its value
+        return [from_json(part, tensors, device) for part in value]
     if type(value) is not dict:
         return value
     (kind, parts), = value.items()
     if kind == "tensor":
         path, on_cpu = parts
-        return tensors[path].to("cpu" if on_cpu else device, copy=True)
-    made = [from_json(part, tensors, device) for part in parts]
-    return KINDS[kind](made)
+        return tensors.pop(path).to("cpu" if on_cpu else device, copy=True)
+    return KINDS[kind](from_json(parts, tensors, device))
 
-# ---- is it this optimizer's state? -----------------------------------------------------------------------------------
+
+def load_checkpoint(checkpoint, lora, optimizer, make_optimizer):
+    """Puts LoRA and optimizer back, bit for bit. InputError for what another LoRA or optimizer has saved: a second
+    optimizer tries the first step. make_optimizer: train.py's."""
+    refuse_lora(checkpoint, lora)
+    state = checkpoint.tensors, checkpoint.info["optimizer"]
+    load_lora(checkpoint, lora)
+    try:
+        with trial():
+            second = make_optimizer(lora.values())
+            load_optimizer(second, lora, *state)
+            with_state = sum(map(bool, second.state.values()))
+            take_steps(second, lora, [0])
+            if sum(map(bool, second.state.values())) > with_state:
+                raise ValueError("it lacks the state of some parameters")
+            if not all(p.isfinite().all() for p in lora.values()):
+                raise ValueError("its next step would ruin the LoRA")
+    except Exception as e: # it may be anything
+        raise InputError(f"{checkpoint.path / OPTIMIZER_FILE}: is not what {type(optimizer).__name__} keeps "
+                         f"({type(e).__name__}: {first_words(e)}); take another copy, or start a new run from its "
+                         f"LoRA: {from_its_lora(checkpoint.path)}")
+    load_lora(checkpoint, lora) # which the trial has changed
+    load_optimizer(optimizer, lora, *state)
+
+
+def names_in_file(lora):
+    """{a parameter's name in a LoRA's file: the parameter}."""
+    return {f"transformer.{name.replace('.default.', '.')}": p for name, p in lora.items()}
 
 
 def refuse_lora(checkpoint, lora):
     """InputError unless a checkpoint's LoRA has just the tensors that are trained, finite ones."""
-    want = {f"transformer.{name.replace('.default.', '.')}": p for name, p in lora.items()}
-    wrong = sorted(want.keys() ^ checkpoint.lora.keys())
-    for name in want.keys() & checkpoint.lora.keys():
-        tensor = checkpoint.lora[name]
-        if (tensor.shape, tensor.dtype) != (want[name].shape, want[name].dtype) or not tensor.isfinite().all():
+    parameters = names_in_file(lora)
+    wrong = sorted(parameters.keys() ^ checkpoint.lora.keys())
+    for name in parameters.keys() & checkpoint.lora.keys():
+        tensor, p = checkpoint.lora[name], parameters[name]
+        if (tensor.shape, tensor.dtype) != (p.shape, p.dtype) or not tensor.isfinite().all():
             wrong.append(name)
     if wrong:
         raise InputError(f"{checkpoint.path / LORA_FILE}: {len(wrong)} of its tensors are not those of this LoRA, for "
                          f"instance {wrong[0]:.200}; give the run's own flags, or another copy")
+
+
+def load_lora(checkpoint, lora):
+    """Fills the parameters with a checkpoint's LoRA, which refuse_lora has looked at."""
+    for name, p in names_in_file(lora).items():
+        p.data.copy_(checkpoint.lora[name])
+
+
+# ---- an optimizer tried out ------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -368,21 +390,9 @@ def trial():
         random.setstate(state_of_python)
 
 
-def copies_of(parameters):
-    return {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
-
-
-def some_of(lora):
-    """-> of the parameters of each shape at most two."""
-    few = {}
-    for name, p in lora.items():
-        if sum(p.shape == other.shape for other in few.values()) < 2:
-            few[name] = p
-    return few
-
-
 def take_steps(optimizer, parameters, steps):
-    """Takes the steps of these numbers with small random gradients, which depend on the number alone."""
+    """Takes the steps of these numbers with small random gradients, which depend on the number alone. parameters:
+    {name: parameter}."""
     for n in steps:
         generator = torch.Generator().manual_seed(n)
         for p in parameters.values():
@@ -390,88 +400,3 @@ def take_steps(optimizer, parameters, steps):
         torch.manual_seed(n)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-
-def references_of(lora, step, make_optimizer):
-    """-> what such an optimizer keeps after as many steps, but at most 11, with copies of a few parameters: [({place:
-    {key: value in JSON}}, its tensors, {(place, key) of what a step does not change})]. A place is a parameter's shape,
-    "group" or "self". One is for copies as they are, one for zeros, with which a training begins: some keep less of
-    those."""
-    references = []
-    for factor in (1, 0):
-        copies = copies_of({name: factor * p.detach() for name, p in some_of(lora).items()})
-        optimizer = make_optimizer(copies.values())
-        _, fresh = state_of(optimizer, copies)
-        take_steps(optimizer, copies, range(min(step, 11)))
-        with optimizers.averaged_weights(optimizer):
-            tensors, state = state_of(optimizer, copies)
-        reference = {}
-        for place, key, value in state:
-            place = copies[place].shape if place in copies else place
-            reference.setdefault(place, {})[key] = value
-        constant = set()
-        for place, key, value in state:
-            if (place, key, value) in fresh and "tensor" not in str(value): # (a tensor's numbers are not in JSON)
-                constant.add((place, key))
-        references.append((reference, tensors, constant))
-    return references
-
-
-def refuse_state(lora, tensors, state, references):
-    """ValueError unless this state has the places and the forms of one of the references: a method must not become a
-    number, a tensor not one of another size."""
-    usual = [tensor for _, made, _ in references for tensor in made.values()]
-    if all(map(is_finite, usual)):
-        for name, tensor in tensors.items():
-            if not is_finite(tensor):
-                raise ValueError(f"{name} is not finite")
-    found = {place: {} for place in (*lora, "group", "self")}
-    for place, key, value in state:
-        found[place][key] = value
-    for place, values in found.items():
-        wrong = []
-        for reference, made, constant in references:
-            wanted = reference.get(lora[place].shape if place in lora else place, {})
-            missing = [key for key in wanted.keys() - values.keys() if (place, key) not in constant] # new in a version
-            # more keys do no harm in a parameter's state, where some come late
-            more = [] if place in lora else values.keys() - wanted.keys()
-            other = [key for key in wanted.keys() & values.keys()
-                     if not is_alike(values[key], tensors, wanted[key], made)]
-            wrong.append(sorted(map(str, [*missing, *more, *other])))
-        if all(wrong):
-            raise ValueError(f"{place}: {wrong[0][0]:.100} is missing, of another form, or in no place of its state")
-
-
-def is_finite(tensor):
-    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
-
-
-def is_alike(value, tensors, other, made):
-    """Whether two values in JSON are of one kind: tensors of one shape and dtype, two lists, two numbers, ... None,
-    which is often replaced later, is like all."""
-    if value is None or other is None:
-        return True
-    if isinstance(value, dict) and isinstance(other, dict):
-        if value.keys() != other.keys() or "tensor" not in value:
-            return value.keys() == other.keys()
-        one, two = tensors[value["tensor"][0]], made[other["tensor"][0]]
-        return (one.shape, one.dtype) == (two.shape, two.dtype)
-    numbers = (int, float)
-    if type(value) in numbers and type(other) in numbers:
-        return abs(value) < float("inf") or not abs(other) < float("inf")
-    return type(value) is type(other)
-
-
-def try_state(lora, tensors, state, make_optimizer):
-    """ValueError, or whatever the optimizer raises, if it cannot take a step from this state. Copies of a hundred
-    parameters at a time take it, so that little memory is needed."""
-    names = list(lora)
-    for n in range(0, len(names), 100):
-        copies = copies_of({name: lora[name] for name in names[n:n + 100]})
-        optimizer = make_optimizer(copies.values())
-        places = {*copies, "group", "self"}
-        load_optimizer(optimizer, copies, tensors, [entry for entry in state if entry[0] in places])
-        take_steps(optimizer, copies, [0])
-        for name, p in copies.items():
-            if not p.isfinite().all():
-                raise ValueError(f"the next step would ruin {name}")

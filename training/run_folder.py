@@ -1,5 +1,6 @@
 """
-The run folder of a training: which one it is, that no other run is at work in it, and what may be in it.
+The run folder of a training: which one it is, what may be in it, that no other run is at work in it, whether it has
+room, which of its checkpoints are deleted; and at the end the commands for what is in it.
 
 It may come from a stranger, like a LoRA. train.py writes, renames and deletes in it, so before it reads a thing there
 (--resume, --plan, a folder of --out_dir that is here already) nothing in it may lead to another place.
@@ -13,14 +14,27 @@ import sys
 import weakref
 from pathlib import Path
 
-from common import (FULL, InputError, LONG_TEXT, file_in, is_inside, is_utf8, os_reason, refuse_to_replace, say, sync,
-                    warn_once)
+from common import (FULL, InputError, LONG_TEXT, file_in, is_inside, is_utf8, os_reason, refuse_to_replace, say,
+                    shell_command, sync, warn_once)
+from library.cli import flag_types
 from library.files import disk
 from library.files.stray_files import is_broken, listed
-from library.lora import lora_paths
-from library.lora.lora_paths import LORA_FILE, number_of, numbered
+from library.lora.lora_paths import LORA_FILE, checkpoints, number_of, numbered
+from training import best_step
 
+TRIED = 2 * 10**9 # bytes at most that are written to find out about a quota
 FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, beside its checkpoints
+# train.py's flags that predict.py has, too, and needs for the same pictures
+DRAWING = [
+    "model",
+    "transformer",
+    "quantize",
+    "quantize_text_encoder",
+    "offload",
+    *flag_types.SAMPLING,
+]
+
+# ---- which folder, and what may be in it -----------------------------------------------------------------------------
 
 
 def find(args, name):
@@ -41,36 +55,6 @@ def find(args, name):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
     check(folder, args.tracker)
     return folder
-
-
-def lock(args, folder, name):
-    """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
-    --out_dir has just taken this folder, ours is the next number."""
-    import filelock # here, as it is not needed with --plan
-    made, held = not folder.exists(), filelock.FileLock(folder / ".lock")
-    disk.try_out(folder, append=True)
-    try:
-        has_locks = disk_has_locks(folder)
-        for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
-            refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
-        # the system releases a lock when its process dies, so a killed run leaves none behind
-        if has_locks:
-            held.acquire(blocking=False)
-        if made:
-            weakref.finalize(held, remove_unused, folder) # if the run fails before its log begins
-        return folder, held
-    except (filelock.Timeout, PermissionError):
-        if args.out_dir or args.resume:
-            raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
-        return lock(args, folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
-
-
-def remove_unused(folder):
-    """Removes a folder in which a lock is all there is. (Not within lock, or it would hold on to that lock.)"""
-    with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
-        if os.listdir(folder) == [".lock"]:
-            os.unlink(folder / ".lock")
-        os.rmdir(folder) # only if it is empty
 
 
 def check(folder, tracker):
@@ -113,20 +97,38 @@ def check(folder, tracker):
     if (folder / ".lock").exists() and not os.access(folder / ".lock", os.R_OK | os.W_OK):
         raise InputError(f"{folder / '.lock'}: cannot be locked; mend its permissions, or delete it")
 
-TRIED = 2 * 10**9 # bytes at most that are written to find out about a quota
+# ---- the lock --------------------------------------------------------------------------------------------------------
 
-def remove_old(path):
-    """Deletes a checkpoint, whose LoRA goes first, as without it it is none, or another folder or file of a run. A
-    warning if that fails: NFS keeps files that somebody reads, as Windows does."""
+
+def lock(args, folder, name):
+    """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
+    --out_dir has just taken this folder, ours is the next number."""
+    import filelock # here, as it is not needed with --plan
+    made, held = not folder.exists(), filelock.FileLock(folder / ".lock")
+    disk.try_out(folder, append=True)
     try:
-        if path.is_dir() and not path.is_symlink():
-            (path / LORA_FILE).unlink(missing_ok=True)
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    except OSError as e:
-        old = re.match(".[a-z]*[-_]?", path.name)[0] # one line for all of them
-        warn_once(f"warning: {path.parent}: an old {old}... cannot be deleted ({os_reason(e)}); tried again later")
+        has_locks = disk_has_locks(folder)
+        for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
+            refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
+        # the system releases a lock when its process dies, so a killed run leaves none behind
+        if has_locks:
+            held.acquire(blocking=False)
+        if made:
+            weakref.finalize(held, remove_unused, folder) # if the run fails before its log begins
+        return folder, held
+    except (filelock.Timeout, PermissionError):
+        if args.out_dir or args.resume:
+            raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
+        return lock(args, folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
+
+
+def remove_unused(folder):
+    """Removes a folder in which a lock is all there is. (Not within lock, or it would hold on to that lock.)"""
+    with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
+        if os.listdir(folder) == [".lock"]:
+            os.unlink(folder / ".lock")
+        os.rmdir(folder) # only if it is empty
+
 
 def disk_has_locks(folder):
     """Whether this disk has locks; PermissionError if another process holds this folder's on Windows, where nobody may
@@ -147,13 +149,16 @@ def disk_has_locks(folder):
             return False
     return True
 
+# ---- room for checkpoints, and which of them go ----------------------------------------------------------------------
+
+
 def check_room(folder, numbers, keep, ema=0):
     """InputError if a checkpoint of so many LoRA parameters does not fit: fp32, and as much twice for an optimizer such
     as AdamW, four times with --ema, which adds the average and the trained weights. A warning if --keep do not, with
     the one that is written before the oldest is deleted, and the LoRA."""
     files = 4 * numbers, (16 if ema else 8) * numbers
     size = sum(files)
-    more = max(keep + 1 - len(lora_paths.checkpoints(folder)), 1)
+    more = max(keep + 1 - len(checkpoints(folder)), 1)
     usage = shutil.disk_usage(folder)
     free = usage.free if usage.total else math.inf # unknown
     if size <= min(free, TRIED):
@@ -164,6 +169,7 @@ def check_room(folder, numbers, keep, ema=0):
     if free < more * size + files[0]:
         warn_once(f"warning: {folder}: has room for {int(free // size)} more checkpoints of {size / 1e9:.3g} GB, and "
                   f"--keep {keep} will need {more}, and the finished LoRA; free some space")
+
 
 def room_for(folder, sizes):
     """-> infinity if files of these sizes, in bytes, can be written; else the bytes that could be, as by a quota."""
@@ -183,3 +189,78 @@ def room_for(folder, sizes):
         if e.errno in FULL:
             return written
     return math.inf
+
+
+def remove_old(path):
+    """Deletes a checkpoint, whose LoRA goes first, as without it it is none, or another folder or file of a run. A
+    warning if that fails: NFS keeps files that somebody reads, as Windows does."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            (path / LORA_FILE).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as e:
+        old = re.match(".[a-z]*[-_]?", path.name)[0] # one line for all of them
+        warn_once(f"warning: {path.parent}: an old {old}... cannot be deleted ({os_reason(e)}); tried again later")
+
+
+def remove_checkpoints(out_dir, newest):
+    """Deletes all checkpoints but these and the best ones, and what is left of those whose deletion has failed; nothing
+    where the log cannot be read."""
+    best = best_step.steps_to_keep(best_step.read_validations(out_dir))
+    for path in numbered(out_dir, "checkpoint"):
+        if path not in newest and number_of(path) not in best:
+            remove_old(path)
+
+
+def remove_pictures(out_dir):
+    """Deletes the full-size pictures of validations, which take space, but those of the newest 20 and of the best ones.
+    Contact sheets stay."""
+    best = best_step.steps_to_keep(best_step.read_validations(out_dir))
+    names = {f"step_{step:06d}" for step in best}
+    folders = [path for path in sorted(out_dir.glob("samples/step_*[0-9]/")) if not path.is_symlink()]
+    for path in folders[:-20]:
+        if path.name not in names:
+            remove_old(path)
+
+# ---- what to do with a finished run ----------------------------------------------------------------------------------
+
+
+def option(name, value):
+    """-> the words of a command that give a flag this value, which may look like a flag itself."""
+    if value == flag_types.ALL_BLOCKS:
+        value = "all"
+    if str(value).startswith("-"):
+        return [f"--{name}={value}"]
+    return [f"--{name}", str(value)]
+
+
+def next_commands(args, out_dir, default):
+    """-> lines: what a person may want to do with a finished run of train.py. default(flag): its default value."""
+    lines = []
+    lora = out_dir
+    # The best checkpoint is recommended only if it is the best by all measures; otherwise the pictures must tell.
+    validations = best_step.read_validations(out_dir)
+    better = best_step.better_steps(validations)
+    for path in checkpoints(out_dir)[:-1]:
+        measures = better.get(number_of(path))
+        if measures:
+            lines.append(f"{path} is better than the last one by {' and '.join(measures)}; compare them")
+            if len(measures) == len(best_step.best_steps(validations)):
+                lora = path
+    # only the flags that the person has given, as predict.py has the same defaults
+    flags = []
+    for name in DRAWING:
+        value = vars(args).get(name)
+        if value != default(name):
+            flags += option(name, value)
+    draw = shell_command(["python", "predict.py", *flags, "--lora", lora, *args.sample_lora])
+    look = shell_command(["python", "tools/page.py", out_dir])
+    return [
+        *lines,
+        "next:",
+        f"  {draw} --image CONTROL.png --prompt \"...\"",
+        f"  {look}",
+        f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(lora / LORA_FILE)!r})",
+    ]

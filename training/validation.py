@@ -1,6 +1,8 @@
 """
-The pictures of a validation: at most --val_pictures of --val_data, without and with the trained LoRA, compared with
-their targets. train.py makes a Drawer before its first step, and calls it in each validation.
+The pictures of a validation: at most --val_pictures of --val_data are drawn without and with the trained LoRA, and
+compared with their targets by their PSNR. train.py makes a Drawer before its first step and calls its draw() in each
+validation, which writes into the run's samples/: the pictures of each step, what they are compared with, and a contact
+sheet of each dataset.
 """
 import math
 import os
@@ -15,15 +17,16 @@ from diffusers import AutoencoderKLQwenImage
 import cache
 import common
 import predict
-from common import InputError, tell
+from common import InputError, content_key, tell
 from library.cli import flag_types
 from library.data import picture_files
 from library.files import disk
 from library.results import contact_sheets
-from library.results.png_files import cause_of
-from library.results.result_names import beside, picture_stem
-from training import failures, run_folder
-from training.best_step import KINDS, psnr_of, steps_to_keep
+from library.results.result_files import cause_of, picture_stem
+from training import best_step, failures
+
+# ---- which pictures, and how good is one? ----------------------------------------------------------------------------
+
 
 def psnr(image, reference):
     """Peak signal-to-noise ratio in dB between two pictures of one size; equal ones have 99."""
@@ -45,23 +48,28 @@ def choose_pictures(samples, args):
     return {place: (samples[place], settings) for place in places}
 
 
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+
 class Drawer: # a class because the base's pictures stay from one validation to the next
     """Draws with the transformer, as it is when draw() is called, on all processes together.
 
     scheduler_config: of the scheduler. samples: the validation samples, planned and, but for `encoders`, encoded.
     encoders: the pipeline that encodes live, or None. sample_loras: hashes of --sample_lora's files. args: of
-    train.py."""
+    train.py. val_key: a hash of the samples and of all flags that change their pictures, see training/best_step.py."""
 
     def __init__(self, transformer, scheduler_config, samples, encoders, model_folder, out_dir, sample_loras, args):
         self.transformer, self.scheduler_config, self.samples = transformer, scheduler_config, samples
-        self.encoders, self.out_dir, self.sample_loras, self.args = encoders, out_dir, sample_loras, args
+        self.encoders, self.out_dir, self.args = encoders, out_dir, args
         self.flags = sampling_flags(args)
+        self.val_key = content_key(samples=cache.data_hash(samples), val_pictures=min(args.val_pictures, len(samples)),
+                                   flags=self.flags, sample_loras=sample_loras)
         if encoders:
             self.vae = encoders.vae
         else:
             self.vae = cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)
         self.most = disk.longest_name(out_dir)
-        # what this process has saved of the pictures that do not change from step to step
+        # the files that this process has saved of the pictures that are the same in each validation
         self.saved = set()
 
     def draw(self, step):
@@ -122,15 +130,12 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         def by_vae(n):
             return predict.decode(self.vae, latents[n].to(self.args.device), [shapes[n]])
 
-        from_latents = []
-
         def original(n, path):
             try:
                 return picture_files.read_image(path, sample.contents[path]), None
             except InputError as e:
                 if Path(path).exists():
                     tell(f"warning: {str(e).removeprefix('error: ')} (compared with what was encoded instead)")
-                from_latents.append(path)
                 return by_vae(n)
         target, control, *more = [original(n, path) for n, path in enumerate([sample.target, *sample.controls])]
         made = dict(control=control, base=base, lora=picture, vae=by_vae(0), target=target)
@@ -148,15 +153,14 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         # that once: what an earlier one has saved may be of another --val_data, or generated with other flags
         file = Path(f"{picture_stem(sample)}.png")
         if len(os.fsencode(file)) > self.most:
-            file = beside(file, f"-{place}.png", self.most) # of what begins alike each has its own
+            file = disk.beside(file, f"-{place}.png", self.most) # of what begins alike each has its own
         file = f"{sample.root}/{file}"
         for name, image in shown.items():
             path = self.out_dir / "samples" / (f"step_{step:06d}" if name == "lora" else name) / file
             if name != "vae" and path not in self.saved:
                 predict.save_png(image, path)
                 self.saved.add(path)
-        return place, dict(file=file, prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs,
-                           from_latents=sample.target in from_latents, lost=lost)
+        return place, dict(file=file, prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs, lost=lost)
 
     def report(self, step, rows):
         """Prints each folder's mean PSNRs, and writes a contact sheet of each dataset into samples/ -> what draw
@@ -180,13 +184,6 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for name, psnrs in lines:
             numbers = " ".join(f"{mean:7.1f}" for mean in np.mean(psnrs, 0))
             tell(f"{common.printable(name):20} {len(psnrs):8} {numbers}")
-        # full-size pictures take space, so only the newest 20 validations and the best ones keep theirs; contact sheets
-        # stay
-        drawn = [path for path in sorted(folder.glob("step_*[0-9]/")) if not path.is_symlink()]
-        kept = {f"step_{best_step:06d}" for best_step in steps_to_keep(self.out_dir)}
-        for old in drawn[:-20]:
-            if old.name not in kept:
-                run_folder.remove_old(old)
         records = [record for _, record in rows]
         sheets = {}
         if rows:
@@ -195,27 +192,30 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for name, image in sheets.items():
             path = folder / f"step_{step:06d}_{name}.png"
             if len(os.fsencode(path.name)) > self.most:
-                path = beside(path, ".png", self.most)
+                path = disk.beside(path, ".png", self.most)
             predict.save_png(image, path)
         # with the flags of sampling, which --resume may have changed
-        means = {name: dict(zip(KINDS, np.mean(psnrs, 0).tolist())) for name, psnrs in groups.items()}
-        said = dict(psnr=means, pictures=records, flags=dict(self.flags, sample_lora=self.args.sample_lora))
+        means = {name: dict(zip(best_step.KINDS, np.mean(psnrs, 0).tolist())) for name, psnrs in groups.items()}
+        logged = dict(psnr=means, pictures=records, flags=dict(self.flags, sample_lora=self.args.sample_lora))
         if lost:
-            said["not_finite"] = [f"{name} of {file}" for name, _, file in lost]
-        said["psnr_of"] = psnr_of([self.samples[place] for place, _ in rows], self.flags, self.sample_loras,
-                                       self.args.seed, sum(record["from_latents"] for record in records))
-        return said, sheets
+            logged["not_finite"] = [f"{name} of {file}" for name, _, file in lost]
+        return logged, sheets
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
 
 def loss_line(step, loss):
-    """-> what is said of a validation's loss."""
+    """-> the line that a validation prints of its loss."""
     if math.isfinite(loss):
-        return f"step {step}: validation loss {loss:.4f}"
+        return f"step {step}: validation loss {best_step.in_words(loss, 'validation loss')}"
     return (f"warning: step {step}: the validation loss is NaN or Inf, and so is not ranked; if the next ones are, "
             "too, start a new run with a lower --lr")
 
+
 def why_validation_not_finite(lost, sample_lora, cfg):
-    """-> a line on the pictures of a validation that are lost: [(control, base, lora, vae or target, the model that
-    computed NaN or Inf, the picture's file)]. The others: of the flags."""
+    """-> a warning that names pictures of a validation that are lost, and what may help. lost: [("control", "base",
+    "lora", "vae" or "target", the model that computed NaN or Inf, the picture's file)]. sample_lora, cfg: the flags
+    --sample_lora and --true_cfg_scale."""
     name, model, file = max(lost, key=lambda row: row[0] != "lora") # one that the training did not spoil, if any
     drawn = dict(lora=("with the trained LoRA", "if that stays so, start a new run with a lower --lr", cfg),
                  base=("of the base", sample_lora and "leave --sample_lora out", cfg))

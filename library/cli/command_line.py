@@ -1,14 +1,138 @@
 """The command line: the flags that scripts share, and a parser whose errors are one line."""
 import argparse
+import errno
+import os
+import re
 import sys
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
 from common import InputError, WARNED, end_by_ctrl_c, flag_error, make_streams_printable, warn_once, world
-from library.cli import defaults, near_misses
 from library.cli.flag_types import (NEGATIVE, NEGATIVE_PROMPT, SAMPLE_FLAGS, SAMPLING, check_text, fraction, is_index,
                                     number, number_of_blocks, pixels, positive)
-from library.models import environment
+from library.files.stray_files import closest
+from library.models import environment, hub
+
+# Other trainers' names -> ours. A row is "their names: our flag (what differs)", or what to do where no flag of ours
+# stands for it. NAME=VALUE is a value of our flag in their words, NAME= our flag without one.
+OTHER_NAMES = """
+learning_rate: --lr
+r rank network_dim linear: --lora_rank
+alpha linear_alpha network_alpha: --lora_alpha
+dropout network_dropout: --lora_dropout
+network_args network_kwargs target_modules lora_target_modules flux_lora_target: --lora_targets
+steps max_train_steps num_steps: --max_steps
+epochs num_epochs num_train_epochs max_train_epochs: --max_steps (epochs x pairs / --batch_size)
+train_batch_size batch bs: --batch_size
+gradient_accumulation_steps gradient_accumulation: --batch_size (your batch times the accumulation)
+optimizer_type: --optimizer (the class, such as torch.optim.AdamW)
+use_8bit_adam: --optimizer bitsandbytes.optim.AdamW8bit
+betas adam_beta1 adam_beta2: --optimizer_args betas=[0.9,0.99]
+lr_warmup_steps: --warmup_steps
+use_ema ema_decay: --ema 0.99
+flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme: --timestep_sampling
+diff_output_preservation: --preserve 0.1 (a share of the samples)
+dataset dataset_path train_data_dir dataset_base_path folder_path image_dir instance_data_dir reg_data d: --data
+image: --data (the folder of all pairs)
+dataset_repeat num_repeats: --repeats
+val validation_data val_dir: --val_data
+resolution image_size max_pixels target size height width: --target_pixels 1024x1024 (an area, not a side)
+bucket_no_upscale: --no-upscale
+pretrained_model_name_or_path name_or_path m: --model
+dit: --transformer
+mixed_precision precision bf16 full_bf16 fp16: --dtype bfloat16
+quant_options base_model_precision qtype fp8_base fp8_scaled: --quantize fp8
+quantize_te qtype_te fp8_vl: --quantize_text_encoder fp8
+blocks_to_swap musubi_blocks_to_swap: --offload (as many blocks)
+low_vram layer_offloading enable_model_cpu_offload: --offload all
+deepspeed: --fsdp
+cpu: --device cpu
+gpu gpus gpu_ids: --device cuda:1
+vae_encoder_device: --vae_device
+network_weights init_lora lora lora_path lora_checkpoint load_lora pretrained_weight: --pretrained_lora
+adapter lora_path load_lora lora_weight lora_weights lora_model: --lora
+lora_multiplier network_multiplier strength lora_strength: --lora_scale
+resume_from_checkpoint: --resume
+checkpointing_steps save_every_n_steps save_steps: --save_every
+checkpoints_total_limit max_step_saves_to_keep: --keep
+validation_step_interval sample_every_n_steps validation_steps sample_steps: --sample_every
+dry_run: --plan
+report_to log_with wandb: --tracker wandb
+output output_path save_path out_dir output_dir o: --out
+output_dir output output_path save_path out save_dir output_name training_folder name run_name: --out_dir
+i input input_image image_path image_paths control_image_path prompt_image ctrl_img_1: --image
+p: --prompt
+neg: --negative_prompt
+steps infer_steps sample_steps: --num_inference_steps
+cfg cfg_scale guidance_scale: --true_cfg_scale
+flow_shift: --shift
+num_images num_samples num_images_per_prompt n: --seed 0 1 2 (makes three)
+data from_file: --jobs
+before control_path control_dir control_directory control_images: --control
+after target_path target_dir: --target
+config config_file dataset_config: no config files; python tools/import_data.py CONFIG OUT prints the flags of yours
+trigger_word instance_prompt caption captions prompt: write it into the captions, NAME.txt beside each target
+validation_prompt validation_prompts sample_prompts: validations draw the pairs of --val_data, with their captions
+flip_x random_flip center_crop: pictures stay as they are; changes/mirror.diff mirrors pairs
+noise_offset min_snr_gamma snr_gamma: for models that predict noise; leave it out
+use_gradient_checkpointing use_gradient_checkpointing_offload: automatic here; leave it out
+num_gpus num_processes: torchrun --nproc_per_node=N as many as you say
+sampler scheduler sample_solver: the model's own; --shift and --sigmas change it
+merge_lora base_lora base_weights: python tools/convert_lora.py --to model, then --transformer
+push_to_hub hub_model_id: hf upload YOU/NAME OUT_DIR, when it is trained
+model_type model_version network_module arch sdpa xformers flash_attn enable_bucket: not needed here; leave it out
+cache_latents cache_latents_to_disk cache_text_embeddings save_state: always done here; leave it out
+dataloader_num_workers max_data_loader_n_workers num_workers workers: not needed here; leave it out
+gradient_checkpointing= gradient_checkpointing=true: a number of blocks (0: off), or leave it out: it is automatic
+offload=: all, or a number of blocks
+timestep_sampling=shift: qwen_shift (its shift follows the picture's size)
+timestep_sampling=sigmoid timestep_sampling=lognorm: logit_normal
+lr_scheduler=cosine_with_restarts: cosine (it falls once)
+quantize=4bit quantize=int4 quantize_text_encoder=4bit quantize_text_encoder=int4: nf4
+quantize=true quantize_text_encoder=true: fp8
+to=kohya: comfyui"""
+# Flags and places whose value is a name. An empty one, of an unset shell variable, would mean the current folder.
+NAMES = "image|jobs|json|model|transformer|sample_lora|(.*_)?(data|dataset|dir)|out|align|source|results|run"
+FLAG = re.compile(r"(--?|[\u2010-\u2015\u2212]+)[A-Za-z]\S*$") # a word processor makes a long dash of two short ones
+
+def meant_by(name, own):
+    """-> what a name of OTHER_NAMES, or a misspelt one, is here, such as "--lr"; "" if nothing is near. own: {--name:
+    how the script takes it}. Of several rows those count whose flag is one of these."""
+    if f"--{name}" in own:
+        return own[f"--{name}"]
+    rows = [row.split(": ", 1) for row in OTHER_NAMES.strip().splitlines()]
+    answers = [answer for names, answer in rows if name in names.split()]
+    meant = [answer for answer in answers if not answer.startswith("--") or answer.split()[0] in own]
+    return " or ".join(meant) or closest(f"--{name}", own, 0.8) or ""
+
+def explain(message, parser):
+    """What argparse says of a command line -> the same, with what may be meant. Unknown flags come first: what they
+    are meant to be explains what else is missing, or too much."""
+    known = parser._option_string_actions
+    own = dict(zip(known, known))
+    for action in parser._actions:
+        if not action.option_strings:
+            own[f"--{action.dest}"] = "give its value alone, without a flag"
+    unknown = []
+    for word in sys.argv[1:]:
+        flag = word.partition("=")[0]
+        if FLAG.match(word) and not NEGATIVE.match(word) and flag not in known:
+            meant = meant_by(re.sub(r"^\W+", "", flag).replace("-", "_").lower(), own)
+            remedy = f"here {meant}" if meant.startswith("--") else meant or f"see {parser.prog} -h"
+            unknown.append(f"{flag}: unknown; {remedy}")
+    if unknown:
+        return "; ".join(dict.fromkeys(unknown))
+    if message.startswith("unrecognized arguments: "):
+        words = message.partition(": ")[2]
+        return f"{words[:200]!r}: belongs to no flag; put a text in quotes, a file behind its flag"
+    if found := re.match(r"(--\w+): (?:expected|invalid \w+(?: value)?: '(.*?)')", message):
+        flag, value = found.groups("")
+        choices = {str(choice): choice for choice in known[flag].choices or ()}
+        meant = meant_by(f"{flag[2:]}={value}", {}) or closest(value, choices, 0.5)
+        if meant or choices:
+            return f"{message.split(' (choose')[0]}; give {meant or 'one of ' + ', '.join(choices)}"
+    return message if ";" in message else f"{message}; see {parser.prog} -h"
 
 def add_model_flags(parser):
     """The flags that all scripts share."""
@@ -57,7 +181,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         return flag
 
     def error(self, message):
-        flag_error(near_misses.explain(message.removeprefix("argument "), self))
+        flag_error(explain(message.removeprefix("argument "), self))
 
     def given(self):
         """The words of the command line, with --flag of --flag=value."""
@@ -75,8 +199,27 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
-        near_misses.refuse_slips(self)
         return super().parse_args()
+
+    def _get_value(self, action, text): # argparse asks it for each value; it has no public way
+        is_name = re.fullmatch(NAMES, action.dest)
+        if is_name and not text:
+            raise argparse.ArgumentError(action, "empty; give a name, or leave it out")
+        if (is_name or action.dest.endswith("lora")) and is_too_long(text): # as a text without --prompt is
+            raise argparse.ArgumentError(action, "longer than a file's name can be; shorten it")
+        return super()._get_value(action, text)
+
+def is_too_long(name):
+    """Whether no file can have this name, as it is longer than the disk takes one."""
+    try:
+        os.lstat(name)
+    except OSError as e:
+        return e.errno == errno.ENAMETOOLONG
+    return False
+
+def is_given(flag):
+    """Whether the command line has this flag, with whatever value."""
+    return flag in [word.split("=")[0] for word in sys.argv[1:]]
 
 def add_data_flags(parser):
     flag = parser.group("data")
@@ -128,13 +271,24 @@ def add_sample_flags(flag, names):
 
 PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # which package this value of a flag needs
 
+def set_tiny_defaults(parser, flags):
+    """Makes these words of a command line, as far as this parser has their flags, its defaults."""
+    words = [str(hub.TINY_DATA.parents[1] / word) if word.startswith("tiny/") else word for word in flags.split()]
+    parser.set_defaults(**vars(parser.parse_known_args(words)[0]))
+    if is_given("--data"): # whose validation is not the demo's
+        parser.set_defaults(val_data=[])
+    if is_given("--optimizer"):
+        parser.set_defaults(optimizer_args=[])
+
 def parse_args(parser, script):
-    """parser.parse_args(), twice, as the folder of --model may set defaults for this script. It needs no
-    torch, so that a slip is answered at once; find_devices does the rest."""
-    parser.epilog = defaults.epilog(parser, script)
+    """parser.parse_args(), twice with a model of tiny's size, as it has defaults of its own. It needs no torch, so
+    that a slip is answered at once; find_devices does the rest."""
+    flags = hub.TINY_DEFAULTS[script]
+    parser.epilog = textwrap.fill(f"With --model tiny these defaults apply: {flags}", 100, break_on_hyphens=False)
     args = parser.parse_args()
-    defaults.apply(parser, args.model, script)
-    args = parser.parse_args()
+    if hub.is_tiny(args.model):
+        set_tiny_defaults(parser, flags)
+        args = parser.parse_args()
     environment.refuse_devices(args)
     for flag in ("quantize", "quantize_text_encoder", "tracker"):
         value = getattr(args, flag, None)

@@ -65,7 +65,7 @@ SAMPLING = dict(negative_prompt=NEGATIVE_PROMPT, num_inference_steps=20, true_cf
 
 def png_name(text):
     if not text.lower().endswith(".png") or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no .png name")
+        raise argparse.ArgumentTypeError(f"{text!r} is no .png name; give one, or --out_dir for a folder")
     return text
 
 def only_text(value):

@@ -28,7 +28,6 @@ import common
 from common import (InputError, LONG_TEXT, collect_errors, error_line, file_hash, first_words, is_inside,
                     print_problems, read_object, shell_command, world)
 from library.cli.flag_types import SAMPLE_FLAGS, check_text, is_index, is_visible, noise_level, png_name, seed_number
-from library.cli.near_misses import CONFIGS, import_of
 from library.data import picture_files, stat_cache
 from library.data.picture_files import image_size, mask_is_empty, open_image, read_mask, reserve_pixels
 from library.files import sniff, stray_files
@@ -121,8 +120,9 @@ def no_dataset(root):
         return f"{root}: does not exist; {near_path(root)}"
     if not (root.is_file() or root.is_dir()): # bash's <(...), which names no folder, and can be read only once
         return f"{root}: is a pipe or a device; save its lines as a file, in the folder where their paths begin"
-    if root.suffix.lower() in CONFIGS:
-        return f"{root}: another trainer's configuration; first {import_of(root)}"
+    if root.suffix.lower() in (".yaml", ".yml", ".toml"):
+        command = common.shell_command(["python", "tools/import_data.py", root, "OUT"])
+        return f"{root}: another trainer's configuration; first {command}"
     what = "is a picture" if stray_files.KINDS.get(root.suffix.lower()) in ("picture", "other") else "is no dataset"
     for folder in (root, *root.parents):
         if any(folder.name in role.folders for role in ROLES.values()) and is_dataset(folder.parent):

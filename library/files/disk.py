@@ -78,6 +78,12 @@ def try_cache(args):
         warn_once(f"warning: {str(e).removeprefix('error: ').split('; ')[0]}: it serves only if it is complete")
 
 
+def beside(path, end, most=common.NAME_BYTES):
+    """-> a name of so many bytes at most that begins as this one and has an end such as -2.png: a long one is cut."""
+    stem = os.fsencode(path.stem)[:most - len(end)].decode(errors="ignore") # never within a letter
+    return path.with_name(stem + end)
+
+
 def longest_name(folder):
     """-> bytes that a file's name may have here: encrypted disks take fewer than others."""
     while not folder.is_dir():

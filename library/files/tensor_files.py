@@ -1,14 +1,10 @@
 """
-A safetensors file of this project that is not as this version has written it: of another version, changed by another
-program, or damaged.
+The safetensors files of this project: caches, LoRAs, optimizer states. Each carries a digest, so that a changed bit is
+noticed. What differs is told apart: another version of this project, a change by another program, or damage.
 
-Such a file carries one entry of JSON, and its format is known by how that begins:
+Such a file has one entry of JSON in its header, which begins so:
 
-    1  {"digest": ...}                              until 25 November 2026: a sha256 of the whole file
-    2  {"sha256": ..., "dtypes": [...]}             common.content_digest
-    3  {"format": 3, "sha256": ..., "tensors": ...} the same, with a number and common.rows_of
-
-Format 2 is checked like format 3, so common.read_tensors reads both. tests/formats holds a file of each.
+    {"format": 3, "sha256": content_digest, "tensors": rows_of, ...}
 """
 import hashlib
 import io
@@ -24,13 +20,13 @@ from common import InputError, first_words, shell_command, write_file
 # print their -h, or find a typo, without.
 
 VERSION = "2.0" # of the cache files
-FORMAT = 3 # of the files of write_tensors: add 1 when they change. library/files/tensor_files.py knows the others
+FORMAT = 3 # of the files of write_tensors: add 1 when they change. Files of another format are not read
 NO_DIGEST = "0" * 64
-# how the JSON begins that write_tensors adds, in all formats, with a damaged number, name or digest too
-SIGNED = re.compile(r'\{".{6}": (.{1,3}, ".{6}": )?".{64}"')
+# how the JSON begins that write_tensors adds, with a damaged number, name or digest too
+SIGNED = re.compile(r'\{".{6}": .{1,3}, ".{6}": ".{64}"')
 
 class OtherVersion(InputError):
-    """A file that an older or newer version of this project has written, and this one cannot use."""
+    """A file that another version of this project has written, and this one cannot use."""
 
 def write_tensors(path, tensors, meta, meta_key="json", mark=b""):
     """A safetensors file that carries content_digest: it is made with zeros where the digest will stand, the first in
@@ -44,7 +40,7 @@ def write_tensors(path, tensors, meta, meta_key="json", mark=b""):
     write_file(path, data.replace(NO_DIGEST.encode(), content_digest(data, text).encode(), 1), mark)
 
 def rows_of(tensors):
-    """-> a text for each tensor. By these library/files/tensor_files.py tells a change of another program from damage."""
+    """-> a text for each tensor, by which is_changed tells a change of another program from damage."""
     return [f"{name} {v.dtype} {list(v.shape)}" for name, v in sorted(tensors.items())]
 
 def content_digest(data, text):
@@ -66,8 +62,8 @@ def read_tensors(path, meta_key="json", key=None, data=None, note=None):
     """-> (tensors, metadata). InputError if the file is no safetensors file, if a bit of its tensors or of our metadata
     has changed since write_tensors, or if it holds other content than `key`; OtherVersion if it has another format.
     Never unpickles. data: the file's bytes, if they have been read. note: is called with a line where another program
-    has added to the header, and where library/files/tensor_files.py finds that a LoRA can be used although it has changed (without
-    a note these are errors)."""
+    has added to the header, and where a LoRA can be used although it has changed (see judge; without a note these are
+    errors)."""
     import safetensors.torch
     fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
     try:
@@ -79,42 +75,41 @@ def read_tensors(path, meta_key="json", key=None, data=None, note=None):
         meta = json.loads(entries[meta_key])
         number, digest, _ = [meta.pop(name, "") for name in ("format", "sha256", "tensors")]
         unsigned = entries[meta_key].replace(digest, NO_DIGEST, 1)
-        intact = number in ("", FORMAT) and content_digest(data, unsigned) == digest # format 2 has no number yet
+        intact = number == FORMAT and content_digest(data, unsigned) == digest
     except Exception as e: # it is missing, or a foreign file, which can fail in any way
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {first_words(e)}); {fix}")
     if not intact: # of another version, changed by another program, or damaged
-        judge(path, data, tensors, entries[meta_key], fix, note)
+        judge(path, tensors, entries[meta_key], fix, note)
     elif note and len(entries) > 1:
         note(f"warning: {path}: its header was edited since it was written; its tensors are intact")
     if key and (meta.get("key"), meta.get("version")) != (key, VERSION):
         raise InputError(f"{path}: holds {meta.get('key')} of version {meta.get('version')}, want {VERSION}; {fix}")
     return tensors, meta
 
-DTYPE = re.compile(r" (torch\.\w+) (?=\[[\d, ]*\]$)") # in a row of rows_of
+DTYPE = re.compile(r" (torch\.\w+)(?= \[[\d, ]*\]$)") # in a row of rows_of
 HALVES = {"torch.float32", "torch.float16", "torch.bfloat16"}
 
 
-def judge(path, data, tensors, text, fix, note):
+def judge(path, tensors, text, fix, note):
     """Returns if a file whose digest is not right can be used all the same: note(line) says why. Only a LoRA has a
     note, as its user may have changed it on purpose; nobody changes a cache or a checkpoint. OtherVersion, or an
-    InputError of damage, for all others. data: the file; text: our entry of its header; fix: what to do about
-    damage."""
+    InputError of damage, for all others. text: our entry of its header; fix: what to do about damage."""
     about = json.loads(text)
-    number = format_of(text, about)
-    if number > FORMAT:
+    number, written = about.get("format"), about.get("tensors") # a stranger's may be anything
+    if not SIGNED.match(text):
+        raise OtherVersion(f"{path}: is of another version of this project, or of another program; use that one, or "
+                           "make the file again (cache.py --verify does so in a cache)")
+    if type(number) is int and FORMAT < number < 1000:
         raise OtherVersion(f"{path}: was written by a newer version of this project (format {number}, and this one "
                            f"knows {FORMAT}); update this one")
-    if number == 1 and not note:
-        raise OtherVersion(f"{path}: was written by an older version of this project; use that one, or make the file "
-                           "again (cache.py --verify does so in a cache)")
-    if number == 1 and is_whole(data, about["digest"]):
-        return note(f"warning: {path}: was written by an older version of this project; its content is intact")
-    now, rows = {str(v.dtype) for v in tensors.values()}, rows_of(tensors)
-    if note and (before := cast_from(number, about, rows, now)):
-        return note(f"warning: {path}: was cast from {', '.join(before)} to {', '.join(now)} since it was written, so "
-                    "its tensors cannot be checked")
-    if note and number == FORMAT and is_changed(about["tensors"], rows):
-        return note(f"warning: {path}: was changed by another program since it was written, so it cannot be checked")
+    if note and number == FORMAT and isinstance(written, list) and all(isinstance(row, str) for row in written):
+        now, rows = {str(v.dtype) for v in tensors.values()}, rows_of(tensors)
+        if before := cast_from(written, rows, now):
+            return note(f"warning: {path}: was cast from {', '.join(before)} to {', '.join(now)} since it was written, "
+                        "so its tensors cannot be checked")
+        if is_changed(written, rows):
+            return note(f"warning: {path}: was changed by another program since it was written, so it cannot be "
+                        "checked")
     if note:
         words = shell_command(["python", "tools/convert_lora.py", path, "--unchecked", "--to", "diffusers", "--out",
                          "NEW.safetensors"])
@@ -122,37 +117,15 @@ def judge(path, data, tensors, text, fix, note):
     raise InputError(f"{path}: content does not match its digest; {fix}")
 
 
-def format_of(text, about):
-    """The number of a file's format, or 0 if its entry is damaged. about: what this text says; a stranger's may say
-    anything."""
-    number = about.get("format")
-    if text.startswith('{"format": ') and type(number) is int:
-        ours = number == FORMAT and is_list_of_text(about.get("tensors"))
-        return number if ours or FORMAT < number < 1000 else 0
-    if text.startswith('{"sha256": ') and is_list_of_text(about.get("dtypes")):
-        return 2
-    return 1 if text.startswith('{"digest": ') and isinstance(about["digest"], str) else 0
-
-
-def is_list_of_text(value):
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-def is_whole(data, digest):
-    """Whether a file of format 1 is as it was written."""
-    return hashlib.sha256(data.replace(digest.encode(), NO_DIGEST.encode(), 1)).hexdigest() == digest
-
-
-def cast_from(number, about, rows, now):
+def cast_from(written, rows, now):
     """-> the dtypes that a LoRA had before another program has cast all of its tensors; [] for another change. A
-    flipped bit cannot look like a cast: the dtype that was written is still a known one, and no tensor has it."""
-    before = about.get("dtypes", ["torch.float32"]) # format 1 does not tell: it was fp32
-    if number == FORMAT:
-        written = [DTYPE.split(row) for row in about["tensors"]]
-        if [row[::2] for row in written] != [DTYPE.split(row)[::2] for row in rows]:
-            return []
-        before = sorted({row[1] for row in written})
-    return before if number and set(before) < HALVES and now.isdisjoint(before) else []
+    flipped bit cannot look like a cast: the dtype that was written is still a known one, and no tensor has it.
+    written, rows: rows_of the file as it was written, and as it is; now: its dtypes."""
+    names_and_shapes = [DTYPE.sub("", row) for row in written]
+    if names_and_shapes != [DTYPE.sub("", row) for row in rows]:
+        return []
+    before = {dtype for row in written for dtype in DTYPE.findall(row)}
+    return sorted(before) if before < HALVES and now.isdisjoint(before) else []
 
 
 def is_changed(written, found):

@@ -5,6 +5,7 @@ alone, stays as it is, and the log's first line says it.
 """
 import contextlib
 import json
+import logging
 import os
 import platform
 import re
@@ -17,6 +18,8 @@ from PIL import ImageFile
 from common import InputError, flag_error
 from library.models import hub
 
+# bitsandbytes misses a package that only its layers on a CPU would use, which reads like an error of ours
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 # numbers that torchrun sets for each process, and what holds without it
 NUMBERS = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
 MEETING = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split() # all of these, for processes that find each other

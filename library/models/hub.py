@@ -8,6 +8,18 @@ from library.files.stray_files import closest
 TINY_DATA = Path(__file__).parents[2] / "tiny/data"
 TINY_WIDTH = '"joint_attention_dim": 64,' # in the config.json of tiny's transformer; the real model has 3584
 
+# what --model tiny sets, for each script, unless the command line says otherwise: it is small, and so are its pictures
+TINY_SIZES = "--target_pixels native --control_pixels native"
+TINY_SAMPLING = "--true_cfg_scale 1 --num_inference_steps 8 --shift 5"
+TINY_DEFAULTS = {
+    "cache.py": f"--data tiny/data --val_data tiny/val tiny/known {TINY_SIZES}",
+    "train.py": f"--data tiny/data --val_data tiny/val tiny/known {TINY_SIZES} {TINY_SAMPLING} --max_steps 500 "
+                "--sample_every 100 --val_pictures 32 --batch_size 8 --max_tokens 4096 --gradient_checkpointing 0 "
+                "--optimizer torch.optim.Muon --optimizer_args adjust_lr_fn=match_rms_adamw ns_steps=3 --lr 0.005 "
+                "--lr_scheduler cosine --warmup_steps 10 --lora_targets to_q to_k to_v to_out.0 add_q_proj add_k_proj "
+                "add_v_proj net.0.proj net.2 proj_out img_in",
+    "predict.py": TINY_SAMPLING}
+
 def from_hub(name, fetch):
     """What fetch(), a download of huggingface_hub's, returns. InputError says that `name` is not there."""
     try:
@@ -29,9 +41,9 @@ MODELS = "tiny Qwen/Qwen-Image-Edit Qwen/Qwen-Image-Edit-2509 Qwen/Qwen-Image-Ed
 
 def near_id(name):
     """-> what a line adds about a hub's id, the last word of `name`, that is like one of MODELS."""
-    model = name.split()[-1]
-    near = closest(model, dict(zip(MODELS, MODELS)), 0.9)
-    return f"give {near}, " if near not in (None, model) else ""
+    model, at, revision = name.split()[-1].partition("@")
+    near = closest(model, dict(zip(MODELS, MODELS)), 0.8)
+    return f"give {near}{at}{revision}, " if near not in (None, model) else ""
 
 def offline_hint():
     """-> what a line adds about the hub if the environment forbids it."""

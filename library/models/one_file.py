@@ -8,7 +8,8 @@ multiplied. config.json comes from --model.
 
 The file is mapped into memory, and a block's weights are unpacked when predict.place_transformer comes to that block:
 20 billion weights in bf16 beside a file of 20 GB would take 60 GB of host memory. With --quantize
-fp8 a linear layer keeps the file's own bytes and scale (library/models/quantization.py), so that nothing is rounded a second time.
+fp8 a linear layer keeps the file's own bytes and scale (library/models/quantization.py), so that nothing is rounded a
+second time.
 
 Formats of fewer bits are refused: to unpack them takes their makers' code (nvfp4, Nunchaku, ConvRot).
 """
@@ -28,6 +29,7 @@ from diffusers import QwenImageTransformer2DModel
 import common
 from common import InputError, first_words
 from library.files import sniff
+from library.files.stray_files import near_path
 from library.models import model_files
 from rope_patch import blocks_of
 
@@ -66,7 +68,8 @@ def error_of(path, what, remedy):
 def open_file(path):
     """-> the file, mapped by safetensors. InputError says what it is instead."""
     if not Path(path).is_file():
-        raise error_of(path, "no file of that name", "check it (of the hub: hf download REPO FILE --local-dir .)")
+        raise error_of(path, "no file of that name",
+                       f"{near_path(path)} (of the hub: hf download REPO FILE --local-dir .)")
     return sniff.open_file(path, functools.partial(error_of, path), REMEDY)
 
 

@@ -2,7 +2,6 @@
 Contact sheets: pictures side by side, to look at, for the validations of train.py, for --scales and --seed of
 predict.py, and for tools/doctor.py. PIL images in, a PIL image out.
 """
-import contextlib
 import functools
 import math
 import textwrap
@@ -15,10 +14,6 @@ from library.data.picture_files import read_image
 
 CELL = 192 # pixels
 MOST_LETTERS = 1000 # of a text in a cell, which has room for 300
-# PIL's own font has no accents. These are looked for in the system's folders: European scripts, then Chinese, Japanese
-# and Korean on Linux, Windows and macOS
-FONTS = ["DejaVuSans.ttf", "NotoSansCJK-Regular.ttc", "NotoSansCJKsc-Regular.otf", "wqy-microhei.ttc", "msyh.ttc",
-         "malgun.ttf", "Hiragino Sans GB.ttc", "Arial Unicode.ttf"]
 
 
 def thumbnail(cell):
@@ -37,7 +32,7 @@ def contact_sheet(rows, titles):
     sheet = Image.new("RGB", (len(titles) * pitch, len(rows) * pitch + 24), "white")
     pen = ImageDraw.Draw(sheet)
     for i, title in enumerate(titles):
-        pen.text((i * pitch + CELL // 2, 4), title, "black", fonts()[0], anchor="ma")
+        pen.text((i * pitch + CELL // 2, 4), title, "black", font(), anchor="ma")
     for j, row in enumerate(rows):
         for i, cell in enumerate(row):
             x, y = i * pitch + 4, j * pitch + 28
@@ -59,35 +54,29 @@ def side_by_side(images):
 
 
 @functools.cache
-def fonts():
-    """PIL's own, and those of FONTS that are here."""
-    found = [ImageFont.load_default(14)]
-    for name in FONTS:
-        with contextlib.suppress(OSError):
-            found.append(ImageFont.truetype(name, 14))
-    return found
+def font():
+    """PIL's own: the same sheet everywhere."""
+    return ImageFont.load_default(14)
 
 
-def font_for(text):
-    """-> the first font that has all letters of a text, or None. A font shows a box for a letter that it lacks."""
-    for font in fonts():
-        box = bytes(font.getmask("\uffff")) # which is no letter
-        if all(letter.isspace() or bytes(font.getmask(letter)) != box for letter in set(text)):
-            return font
+def has_letters(text):
+    """Whether the font has all letters of a text. It shows a box for a letter that it lacks."""
+    box = bytes(font().getmask("\uffff")) # which is no letter
+    return all(letter.isspace() or bytes(font().getmask(letter)) != box for letter in set(text))
 
 
 def write(pen, middle, text):
-    """Paints a text in a cell's width; letters that no font here has become their numbers (\\u732b)."""
+    """Paints a text in a cell's width; letters that the font lacks become their numbers (\\u732b)."""
     text = printable(text[:MOST_LETTERS])
-    if not (font := font_for(text)):
-        text, font = text.encode("ascii", "backslashreplace").decode(), fonts()[0]
-    letter = max(8, math.ceil(font.getlength(text) / max(1, len(text))))
-    pen.multiline_text(middle, textwrap.fill(text, CELL // letter), "black", font, "mm", align="center")
+    if not has_letters(text):
+        text = text.encode("ascii", "backslashreplace").decode()
+    letter = max(8, math.ceil(font().getlength(text) / max(1, len(text))))
+    pen.multiline_text(middle, textwrap.fill(text, CELL // letter), "black", font(), "mm", align="center")
 
 
 def shown_prompt(prompt, name):
-    """-> the prompt, or the name if no font here has the prompt's letters."""
-    return prompt if font_for(printable(prompt[:MOST_LETTERS])) else name
+    """-> the prompt, or the name if the font lacks one of the prompt's letters."""
+    return prompt if has_letters(printable(prompt[:MOST_LETTERS])) else name
 
 
 def validation_sheets(folder, step, records):

@@ -1,0 +1,112 @@
+"""
+The PNG of a result: what it is called, what it says of itself, and whether it is there already.
+
+A name that we choose is NAME-1a2b3c4d.png: the sample's name, and eight letters of the result's key, a hash of all that
+decides the picture: encoded files, LoRAs, settings, and the bytes of the code that draws. So the same command finds its
+pictures finished, another one writes beside them, and edited code draws anew. A name that you give (--out, or `out` of
+a line of --jobs) is that file: an older picture of ours is replaced there, and anything else is an error.
+"""
+import contextlib
+import hashlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+from PIL import Image, PngImagePlugin
+
+import common
+from common import InputError, refuse_to_replace
+
+OURS = rb"tEXtkey\0" # is in every picture that predict.py and train.py have written
+END = b"\0\0\0\0IEND\xaeB`\x82" # the last chunk of every PNG
+MOST_BYTES = 120 # of a name that we choose, before its key: some disks (eCryptfs) take 143 in all
+ROOT = Path(__file__).parents[2]
+ENCODING = "cache.py library/data/picture_files.py library/data/automatic_mask.py".split()
+DRAWING = ["rope_patch.py", "predict.py", *ENCODING]
+
+def code_hash(files):
+    """A hash of the bytes of these files, paths in the project's folder: ENCODING makes encoded files, DRAWING the
+    results, and train.py a LoRA."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update((ROOT / file).read_bytes())
+    return digest.hexdigest()[:12]
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+def picture_stem(sample):
+    """A sample's name may lead through folders of its dataset; its picture's name does not."""
+    return sample.name.replace("/", "-")
+
+def result_path(folder, stem, key):
+    """The name that we choose for a result: its stem, cut to MOST_BYTES, never within a letter, and eight letters of
+    its key. The stem may begin with a subfolder."""
+    path = folder / stem
+    name = path.name
+    if len(os.fsencode(name)) > MOST_BYTES:
+        name = os.fsencode(name)[:MOST_BYTES].decode(errors="ignore")
+    return path.with_name(f"{name}-{key[:8]}.png")
+
+def identity_of(path):
+    """-> what tells that two paths lead to one file, also through links, or in other letter case: its number on the
+    disk; the place where it would be if nothing is there."""
+    with contextlib.suppress(OSError):
+        about = os.stat(path)
+        return about.st_dev, about.st_ino
+    return str(path.parent.resolve() / path.name)
+
+def refuse_names(keys, inputs, where, most):
+    """InputError if a result would overwrite a picture that is read, another result, or a file that is not ours.
+    keys: [(path of a result, its key)]; inputs: paths that are read; where: the flag that has named the results;
+    most: bytes of a name on this disk."""
+    used = {identity_of(Path(path)): None for path in inputs}
+    for path, key in keys:
+        if len(os.fsencode(path.name)) > most:
+            raise InputError(f"{path}: its name is too long for a file; give a shorter one, with --out or a line of "
+                             "--jobs")
+        if used.setdefault(identity_of(path), key) != key:
+            raise InputError(f"{where}: {path} would overwrite a picture that is read, or another result; give it "
+                             "another name")
+        refuse_to_replace(path, OURS)
+
+# ---- what a picture says of itself -----------------------------------------------------------------------------------
+
+def encode_png(image, key="", said=None):
+    """-> the bytes of a PNG with its key, the command that has made it, and `said`: the settings of this picture."""
+    png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
+    meta.add_text("key", key)
+    meta.add_text("command", common.shell_command(["python", *sys.argv]))
+    if said:
+        meta.add_text("sample", json.dumps(said))
+    image.save(png, format="PNG", pnginfo=meta, icc_profile=None) # (a profile would stand before the key)
+    return png.getvalue()
+
+def is_finished(path, key):
+    """Whether the picture with this key is there, whole: every byte is read, and no pixel decoded."""
+    with contextlib.suppress(Exception), Image.open(path) as image:
+        if image.info.get("key") == key:
+            image.fp.seek(-len(END), io.SEEK_END)
+            whole = image.fp.read() == END # which verify does not compare
+            image.verify() # the checksums of all chunks before it
+            return whole
+    return False
+
+# ---- what is no picture ----------------------------------------------------------------------------------------------
+
+def cause_of(model, lora, cfg, dtype=""):
+    """-> what may have made this model, "transformer" or "VAE", compute NaN or Inf, and what helps: those suspects that
+    are at work. lora: what makes a LoRA weaker, or "" if there is none; cfg: the CFG scale."""
+    suspects = {f"a LoRA that is too strong ({lora})": lora,
+                "float16, which ends at 65,504 (give --dtype bfloat16 or float32)": dtype == "float16",
+                f"--true_cfg_scale {cfg:g} (lower it)": cfg > 30}
+    at_work = [words for words, is_there in suspects.items() if is_there]
+    return " or ".join(at_work or [f"damaged weights of the {model} (take another copy of them)"])
+
+def refuse_not_finite(path, model, strengths, cfg, dtype):
+    """InputError if this model has computed NaN or Inf for this picture; model may be None. strengths: of its LoRAs."""
+    if model:
+        lora = any(strengths) and "lower --lora_scale; --scales 0 is the base alone"
+        raise InputError(f"{path}: NaN or Inf in what the {model} computed, and no picture; the cause may be "
+                         f"{cause_of(model, lora, cfg, dtype)}")
