@@ -537,8 +537,8 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
 
 def read_counter():
     """In a process of its own: says on stderr that it has opened a picture."""
-    real = picture_files.image_size
-    picture_files.image_size = lambda path: print("opened", path, file=sys.stderr) or real(path)
+    real = dataset_.image_size
+    dataset_.image_size = lambda path: print("opened", path, file=sys.stderr) or real(path)
 
 @pytest.fixture
 def opened(monkeypatch):
@@ -706,7 +706,7 @@ def test_processes_that_share_the_work_leave_nothing_out(tmp_path, monkeypatch):
     pipe, flags, written = cache.load_pipeline(TINY), encoder_flags(cache_dir=tmp_path / "c"), []
     samples, _ = read_dataset(tmp_path / "data")
     geometry = dict(target_pixels=[4096], control_pixels=4096, upscale=True)
-    cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
+    samples, _ = cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
@@ -724,7 +724,7 @@ def test_what_one_process_could_not_encode_all_know(data, tmp_path, monkeypatch,
     pipe, flags = cache.load_pipeline(TINY), encoder_flags(cache_dir=tmp_path / "c")
     samples, _ = read_dataset(data)
     geometry = dict(target_pixels=[4096], control_pixels=4096, upscale=True)
-    cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
+    samples, _ = cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
     failed = cache.encode_samples(pipe, samples, flags)
     bad = [sample for sample in samples if sample.name == "cat"]
     assert failed.keys() == {file for sample in bad for file in cache.files_of(sample)}
