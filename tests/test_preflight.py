@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import predict
-from library.cli import near_misses
-from training import preflight
+from training import preflight, run_folder
 from tests.harness import ADAMW, HERE, TINY, is_one_line, run_script
 
 def edit(monkeypatch, module, name, old, new):
@@ -89,7 +88,7 @@ def test_an_edit_of_train_that_a_checkpoint_cannot_keep_ends_the_run_likewise(sm
     assert words in refused_run(small, tmp_path / "run", tmp_path / "train.py")
 
 def test_commands_that_cannot_be_made_at_the_end_end_the_run_at_its_start(small, tmp_path, monkeypatch):
-    edit(monkeypatch, near_misses, "next_commands", "lines, flags = [], []", "lines, flags = [], 1 // 0")
+    edit(monkeypatch, run_folder, "next_commands", "flags = []", "flags = 1 // 0")
     assert "ZeroDivisionError" in refused_run(small, tmp_path)
 
 def test_only_the_first_process_tries_the_files_and_a_plan_tries_nothing(small, tmp_path, monkeypatch):

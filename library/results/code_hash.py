@@ -102,7 +102,7 @@ def training(names):
 
 def drawing(args):
     """{file: hash of its source, package: its version} of all that draws with these flags of predict.py."""
-    in_use = args.quantize != "none", args.offload, is_one_file(args.transformer), args.lora # as in EXTRAS
+    in_use = args.quantize != "none", args.offload, is_one_file(args.transformer), args.lora # as in OPTIONAL
     rooms = [file for file, used in zip(OPTIONAL, in_use) if used]
     files = {file: digest(TEXTS[file]) for file in [*WHOLE, *rooms]}
     return files | {"cache.py": digest(TEXTS["cache.py"], DRAWING)} | {name: version(name) for name in PACKAGES}
@@ -125,7 +125,7 @@ def encoding(file, quantize):
     """A hash of the functions that make this encoded file. quantize: --quantize_text_encoder."""
     parts = dict(ENCODING)
     if file.parent.name == "text" and quantize != "none":
-        parts[EXTRAS[0]] = None
+        parts[OPTIONAL[0]] = None
     digests = [digest(TEXTS[file], names) for file, names in parts.items()]
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
 
