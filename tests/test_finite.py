@@ -231,7 +231,7 @@ def test_a_loss_of_nan_is_said_in_words_and_never_ranked_or_kept(small, tmp_path
     assert ">nan" not in (run / "index.html").read_text("utf-8")
 
 def test_a_log_in_which_no_validation_is_finite_ranks_none(tmp_path):
-    """The page is drawn, and says so."""
+    """The page is drawn, and names what is lost."""
     record = dict(val_loss=math.nan, psnr={}, pictures=[], not_finite=["lora of a/0.png"], pairs=9, val_key="v")
     lines = [dict(flags=dict(val_data=["a"]), command=[]), dict(step=1, loss=1.0), record | dict(step=1)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")

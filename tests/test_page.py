@@ -211,11 +211,6 @@ def test_what_matters_comes_first_and_six_pictures_are_open(tmp_path):
     assert chapters == [f"#{a['id']}" for tag, a in read.tags if tag == "section"] and "#pictures" in chapters
     assert (run / "index.html").read_text("utf-8").split("<details>")[0].count('class="card"') == 6
     assert "18 more pictures" in read.texts["summary"]
-    # train_loss, which newer logs have, is that of training pairs at the same noise levels: only these are compared
-    add_lines(run, *[validation(step, train_loss=0.5) for step in (225, 250)])
-    draw_page(run)
-    assert ends_of(run / "index.html")["Validation loss", "training pairs"] == 0.5
-    assert any("overfitting" in text for text in Reader(run / "index.html").texts["p"])
 
 def test_the_time_left_counts_the_validations_to_come(tmp_path):
     """100 of 400 steps; a validation each 80 steps and at the end, of which there was one."""

@@ -33,8 +33,7 @@ COLUMNS = 60 # the curve of the training loss has at most so many points: each i
 SHOWN = 6 # cards of pictures that are not folded
 WATCH, HOUR = 20, 3600 # seconds; --watch looks for news so often, and so does a browser that shows the page
 # {measure: (its chart's title, its lines: name, key in a validation, style)}; the first line is the measure itself
-LINES = {"validation loss": ("Validation loss", [("held-out pairs", "val_loss", "dots c0"),
-                                                 ("training pairs", "train_loss", "dash ink")]),
+LINES = {"validation loss": ("Validation loss", [("held-out pairs", "val_loss", "dots c0")]),
          "mean PSNR": ("PSNR to the target (dB)", [("LoRA", "lora", "dots c0"), ("base", "base", "dash ink"),
                                                    ("VAE alone", "vae", "dash mute")])}
 
@@ -203,8 +202,6 @@ def curves(run):
     if run.validations:
         said = ("Do not compare the losses of training and of validation: their noise levels differ, as a step draws "
                 "them at random, and a validation always has the same four.")
-    if any("train_loss" in record for record in run.validations):
-        said += (" But both lines of the validation loss are at the same levels: the gap between them is overfitting.")
     figures = [chart(title, lines) for title, lines in charts.items()]
     if any(figure is not None for figure in figures):
         return section("Curves", detail(said), node("div", *figures, class_="charts"))
