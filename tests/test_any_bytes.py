@@ -64,7 +64,8 @@ DRAW = f"--cache_dir @cache --num_inference_steps 2 {CPU}"
 WORDS = {
     "cache.py": [f"--data @data --val_data @data --cache_dir >cache --model @model {CPU}"],
     "train.py": [f"{TRAIN} --val_data @data --num_inference_steps 2 --model @model --transformer @one.safetensors "
-                 f"--sample_lora @{lora_paths.LORA_FILE}", f"{TRAIN} --val_data --pretrained_lora @{lora_paths.LORA_FILE}"],
+                 f"--sample_lora @{lora_paths.LORA_FILE}",
+                 f"{TRAIN} --val_data --pretrained_lora @{lora_paths.LORA_FILE}"],
     "predict.py": [f"--image @data/control/good.png --prompt snow --out >new.png --model @model {DRAW} "
                    f"--transformer @one.safetensors --lora @{lora_paths.LORA_FILE}",
                    f"--image @data/control --prompt snow --out_dir >results {DRAW}",

@@ -96,7 +96,8 @@ def test_auto_masks_cover_the_borders_of_the_toy_dataset(shifted, jpeg):
     names = [path.stem for path in sorted((TINY / "toys/data/target").glob("*.txt"))
              if "border" in path.read_text("utf-8")]
     for name in names[:None if FULL else 36]:
-        target, control = [picture_files.read_image(TINY / f"toys/data/{role}/{name}.png") for role in ("target", "control")]
+        paths = [TINY / f"toys/data/{role}/{name}.png" for role in ("target", "control")]
+        target, control = map(picture_files.read_image, paths)
         inside = np.ones(target.size[::-1], bool)
         inside[16:-16, 16:-16] = False
         if shifted:
@@ -384,7 +385,8 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     assert len(sizes) == 1 and sizes != {control.size}
     plain = [picture_files.read_image(data / f"{role}/sub/moved.png") for role in ("target", "control")]
     assert np.array_equal(Image.open(moved.mask), doctor.align_pair(*plain, plain[0].convert("L"))[2])
-    assert "moved" not in doctor.examine_pair(picture_files.read_image(moved.target), picture_files.read_image(moved.controls[0]))
+    pair = [picture_files.read_image(path) for path in (moved.target, moved.controls[0])]
+    assert "moved" not in doctor.examine_pair(*pair)
     rows = [dict(target=f"{name}.png", control=controls, prompt="go") for name, controls in (
         ("cat", ["x.png", "y.jpg"]), ("cat_1", ["x.png"]))]
     for path in ("cat.png", "cat_1.png", "x.png", "y.jpg"):

@@ -70,12 +70,12 @@ def test_samples_are_encoded_as_the_stock_pipeline_encodes_them(tmp_path, pipes,
     assert sample.texts[prompt, True]["tokens"] == len(got[name]) # known without encoding
 
 def test_sizes_are_the_stock_geometry():
-    assert picture_files.fit_size((1920, 1080), 1024 * 1024) == (1376, 768) # sqrt(area * 16 / 9) = 1365 is nearest to 43 * 32
+    assert picture_files.fit_size((1920, 1080), 1024 * 1024) == (1376, 768) # 1365 is nearest to 43 * 32
     assert picture_files.fit_size((64, 48), 1024 * 1024) == (1184, 896)
     assert picture_files.fit_size((64, 48), 1024 * 1024, upscale=False) == (64, 64) # its own size, sides rounded to 32
     assert picture_files.fit_size((4000, 3000), 1024 * 1024, upscale=False) == (1184, 896)
     assert picture_files.fit_size((33, 330), "native") == (32, 320)
-    assert picture_files.fit_size((640, 64), 32 * 32) == (96, 32) # the stock formula gives a side of 0 here, and crashes
+    assert picture_files.fit_size((640, 64), 32 * 32) == (96, 32) # stock's formula gives a side of 0 here
 
 @pytest.mark.parametrize("family", ["Plus", "v1"])
 def test_the_text_encoder_knows_rows_and_columns_of_a_picture(pipes, monkeypatch, family):
@@ -521,7 +521,8 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
         path.unlink()
     result = make_cache(data, cache_dir)
     assert result.status == 0 and "2 files" in prune(cache_dir) and cached_files(cache_dir) == before
-    assert [s.name for s in index_file.read_index(cache_dir / "tiny-data.json")[0]] == ["good"] # nobody shall train them
+    samples, *_ = index_file.read_index(cache_dir / "tiny-data.json")
+    assert [s.name for s in samples] == ["good"] # nobody shall train them
     (cache_dir / "mine.json").write_text("{}", "utf-8") # no index
     assert make_cache(data, cache_dir).status == 0
     (cache_dir / "mine.json").unlink()
@@ -628,7 +629,8 @@ def test_folders_that_change_places_are_read_again_where_all_times_are_equal(dat
 def test_what_was_read_before_ctrl_c_is_remembered(data, tmp_path, opened, monkeypatch):
     """Pictures are asked for in their order: cat's target, cat's control, good's ..."""
     counting = dataset_.picture_facts # the fixture's
-    monkeypatch.setattr(dataset_, "picture_facts", lambda path: stop() if "control/cat" in path else picture_facts(path))
+    monkeypatch.setattr(dataset_, "picture_facts",
+                        lambda path: stop() if "control/cat" in path else picture_facts(path))
 
     def stop():
         raise KeyboardInterrupt

@@ -40,7 +40,8 @@ def python(folder, *command):
 def test_one_function_says_what_the_blocks_are():
     """A family with other blocks changes rope_patch.blocks_of, and none is left out by what quantizes, offloads, ..."""
     places = []
-    for path in [p for pattern in ("*.py", "library/**/*.py", "training/*.py", "tools/*.py") for p in HERE.glob(pattern)]:
+    patterns = ("*.py", "library/**/*.py", "training/*.py", "tools/*.py")
+    for path in [p for pattern in patterns for p in HERE.glob(pattern)]:
         nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
         texts = {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values} # errors name it
         for node in nodes: # x.transformer_blocks, or the name alone, as for getattr
@@ -204,7 +205,8 @@ def test_links_lead_somewhere(name):
         assert not heading or heading in slugs, heading
 
 def test_no_line_is_longer_than_120_columns_and_all_is_ascii():
-    files = [p for pattern in ("*.py", "library/**/*.py", "training/*.py", "tools/*.py", "tests/*.py", "changes/*.py", "*.md",
+    files = [p for pattern in ("*.py", "library/**/*.py", "training/*.py", "tools/*.py", "tests/**/*.py",
+                               "changes/*.py", "*.md",
                                "requirements.txt", ".ci/run") for p in HERE.glob(pattern)]
     assert len(files) > 20
     for path in files:

@@ -4,10 +4,8 @@ tools/import_data.py: what comes out is what went in; what is wrong is named, an
 $ python -m pytest -q tests/test_import_data.py    # 20 seconds; two tests need the package pyarrow
 """
 import json
-import os
 import pickle
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from library.data import picture_files
 from library.data.dataset import read_dataset
 from library.files import tensor_files
 import predict
-from tests.harness import (HERE, NATIVE, add_item, assert_same, index_of, is_one_line, load, make_cache, paint_picture,
+from tests.harness import (NATIVE, add_item, assert_same, index_of, is_one_line, load, make_cache, paint_picture,
                            paste, refused, run_script, save, train)
 
 PICTURES = [paint_picture((64, 32), seed=n, mode="L") for n in range(6)] # told apart by their numbers; masks are gray

@@ -25,7 +25,7 @@ from library.cli import command_line
 from library.files import tensor_files
 from library.lora import lora_paths
 from library.models import devices
-from training import best_step, failures, resume, run_log, validation
+from training import best_step, resume, run_log, validation
 import predict
 import rope_patch
 from tests.harness import (FULL, HERE, assert_bitwise, assert_same_run, is_one_line, log_of, run_script, start_ranks,

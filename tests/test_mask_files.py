@@ -116,14 +116,16 @@ def test_no_noise_of_jpeg_is_taken_for_labels(tmp_path):
         few += len(np.unique(got)) < 5
     assert few
     noisy = Image.fromarray(np.eye(64, dtype=np.uint8))
-    assert picture_files.mask_is_empty(picture_files.read_mask(store(tmp_path / "mask", noisy, suffix="webp", lossless=True)))
+    path = store(tmp_path / "mask", noisy, suffix="webp", lossless=True)
+    assert picture_files.mask_is_empty(picture_files.read_mask(path))
 
 def test_a_small_soft_mask_may_be_dim(tmp_path):
     """Blurred so much that nothing is white: it has more levels than a picture has labels."""
     image = Image.new("L", SIZE)
     ImageDraw.Draw(image).ellipse((60, 50, 85, 75), 255)
     image = image.filter(ImageFilter.GaussianBlur(14))
-    assert max(image.getextrema()) < 96 and np.array_equal(picture_files.read_mask(save(image, tmp_path / "a.png")), image)
+    assert max(image.getextrema()) < 96
+    assert np.array_equal(picture_files.read_mask(save(image, tmp_path / "a.png")), image)
 
 def test_white_strokes_through_lossy_webp_stay_strokes(tmp_path):
     for image, quality in ((with_alpha(WHITE, draw()), 60), (with_alpha(BLACK, ImageOps.invert(draw())), 60)):

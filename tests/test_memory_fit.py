@@ -34,14 +34,16 @@ def count_bytes(f, device):
 
 def on_a_card(room, varlen=False):
     """Makes fit.py see one with so many free bytes, and rope_patch.py the one kernel of attention."""
-    memory_fit.has_own_memory, memory_fit.room, memory_fit.measure = lambda device: True, lambda device: room, count_bytes
+    memory_fit.has_own_memory, memory_fit.room = lambda device: True, lambda device: room
+    memory_fit.measure = count_bytes
     if varlen:
         rope_patch.has_varlen = lambda x: True
 
 @pytest.fixture
 def card(monkeypatch):
     """on_a_card, for this test alone."""
-    for module, name in ((memory_fit, "has_own_memory"), (memory_fit, "room"), (memory_fit, "measure"), (rope_patch, "has_varlen")):
+    for module, name in ((memory_fit, "has_own_memory"), (memory_fit, "room"), (memory_fit, "measure"),
+                         (rope_patch, "has_varlen")):
         monkeypatch.setattr(module, name, getattr(module, name))
     return on_a_card
 
@@ -145,7 +147,8 @@ def test_with_fsdp_no_try_comes_near_the_edge():
     for free in range(100, 1300, 50):
         tried = []
         kept, _, adds = memory_fit.find_fit(60, free, 60, added, True, edge=memory_fit.EDGE)
-        assert max(tried[1:], default=0) <= memory_fit.EDGE * free and (kept == 60 or adds > memory_fit.EDGE * free - 61)
+        assert max(tried[1:], default=0) <= memory_fit.EDGE * free
+        assert kept == 60 or adds > memory_fit.EDGE * free - 61
 
 def test_memory_that_runs_out_in_a_pass_is_inf(monkeypatch):
     real = memory_fit.measure # before a test puts count_bytes there
@@ -217,7 +220,8 @@ def test_room_and_measure_ask_torch_for_the_right_numbers(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: have[name])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: have.update(
         max_memory_allocated=have["memory_allocated"]))
-    assert memory_fit.margin(100 * memory_fit.GIB) == 5 * memory_fit.GIB and memory_fit.margin(8 * memory_fit.GIB) == memory_fit.GIB
+    margins = [memory_fit.margin(gib * memory_fit.GIB) for gib in (100, 8)]
+    assert margins == [5 * memory_fit.GIB, memory_fit.GIB]
     assert memory_fit.room("cuda") == 30 + (10 - 4) - memory_fit.margin(100)
     have["max_memory_allocated"] = 99 # of something before
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -258,7 +262,8 @@ def test_the_process_that_needs_most_decides(card, monkeypatch):
     alone, _ = fitted(model, 86 * 2**20, compile=True)
     both = []
     for extra in (0, 6 * 2**20):
-        monkeypatch.setattr(memory_fit, "gather_objects", lambda x: [x, (x[0] + extra, x[1]) if type(x) is tuple else x])
+        monkeypatch.setattr(memory_fit, "gather_objects",
+                            lambda x: [x, (x[0] + extra, x[1]) if type(x) is tuple else x])
         both.append(fitted(model, 86 * 2**20, compile=True)[0])
     assert both[0] == alone > both[1]
 
@@ -357,7 +362,8 @@ def test_the_plan_tells_the_time_of_the_flags_as_given(tmp_path, monkeypatch):
     assert again == 0 and "-: does not fit" in out and hours == pytest.approx(10 * seconds, abs=0.6)
     tokens = int(re.search(r"come of ([\d,]+) tokens", out)[1].replace(",", ""))
     for recomputed, got in zip((8, 0), column(2, out)): # counted block by block
-        takes = plan.step_bytes(real_transformer(8), recipe()["Item"], flow_loss, [memory_fit.shape_of(tokens)], recomputed)
+        shapes = [memory_fit.shape_of(tokens)]
+        takes = plan.step_bytes(real_transformer(8), recipe()["Item"], flow_loss, shapes, recomputed)
         assert got == pytest.approx(takes / plan.GIB, rel=0.03)
     assert planned("--gradient_checkpointing", 7)[2] == 7
     seconds, _, _, out = planned("--offload", "all")
@@ -458,7 +464,8 @@ def test_a_pack_that_never_fits_is_told_before_the_first_step(flags, card, tmp_p
 def test_train_py_measures_the_lengths_of_all_samples(flags, card, monkeypatch, tmp_path):
     seen = []
     card(10**12)
-    monkeypatch.setattr(memory_fit, "largest_pack", lambda lengths, args, processes: seen.append(lengths) or [max(lengths)])
+    monkeypatch.setattr(memory_fit, "largest_pack",
+                        lambda lengths, args, processes: seen.append(lengths) or [max(lengths)])
     trained([*flags, "--batch_size", 1, "--max_steps", 10], tmp_path / "run")
     log = (tmp_path / "run/log.jsonl").read_text("utf-8").splitlines()[1:]
     assert seen == [{json.loads(line)["tokens"] for line in log}] and len(seen[0]) == 2

@@ -169,7 +169,7 @@ def places_in(source):
 
 FLAG = "a flag, by its choices or by the person who gave it"
 OWN = "a constant, or a table of ours"
-FILES = "our class; code in the folder is never taken; its JSON files are checked before (library/models/model_files.py)"
+FILES = "our class; code in the folder is never taken; library/models/model_files.py has checked its JSON files"
 # {file: {function, or "" for the script itself: {call: why no file can say what it names}}}
 ALLOWED = {
     "cache.py": {
@@ -179,11 +179,11 @@ ALLOWED = {
         "prompt_length": {"pipe.prompt_template_encode.format(pipe.prompt_template_encode)": "of stock's class"},
         "plan_training": {"getattr(name)": OWN}},
     "common.py": {
-        "parse_args": {"getattr(flag)": OWN, "find_spec(PACKAGES[value])": OWN},
-        "find_devices": {"setattr(name)": "names of flags"},
-        "signals_noted": {"getattr(name)": OWN},
-        "refuse_to_replace": {"re.search(mark)": OWN},
-        "numbered": {"re.fullmatch(re.escape(name) + '-\\\\d{1,12}')": "escaped"}},
+        "__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
+        "catch_signals": {"getattr(name)": OWN},
+        "fold": {"re.sub(f'(?<!\\\\w){re.escape(path.stem)}(?=\\\\.\\\\w)')": "escaped"},
+        "make_streams_printable": {"getattr(name)": OWN, "setattr(name)": OWN},
+        "refuse_to_replace": {"re.search(mark)": OWN}},
     "predict.py": {
         "load_transformer": {"getattr(dtype)": FLAG},
         "check_fit": {"getattr(side)": OWN},
@@ -202,22 +202,22 @@ ALLOWED = {
                         "cls._from_config(cls.config_class.from_pretrained(folder))": FILES,
                         "cls.config_class.from_pretrained(folder)": FILES},
         "try_schedule": {"FlowMatchEulerDiscreteScheduler.from_config(content)": FILES}},
-    "library/models/devices.py": {"find_flash": {"find_spec(package)": OWN}},
-    "library/files/tensor_files.py": {"family": {"re.search(pattern)": OWN}},
+    "library/models/devices.py": {"find_devices": {"setattr(name)": "names of flags"},
+                                  "find_flash": {"find_spec(package)": OWN}},
+    "library/files/tensor_files.py": {"family_of": {"re.search(pattern)": OWN}},
     "library/cli/command_line.py": {"parse_args": {"find_spec(PACKAGES[value])": OWN, "getattr(flag)": OWN}},
+    "library/lora/lora_paths.py": {"numbered": {"re.fullmatch(re.escape(name) + '-\\\\d{1,12}')": "escaped"}},
     "library/lora/foreign_loras.py": {"group_by_layer": {"re.search(pattern)": OWN}},
     "library/lora/peft_config.py": {
         "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
     "library/data/index_file.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},
-    "common.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
-                            "show_streams": {"getattr(name)": OWN, "setattr(name)": OWN}},
     "library/models/offloading.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
     "training/optimizers.py": {
         "refuse_missing": {"find_spec(package)": "--optimizer"},
         "find_optimizer": {"locate(args.optimizer)": "--optimizer"}},
     "training/plan.py": {
-        "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(low_bit))": OWN}},
-    "library/models/model_files.py": {"stand_in": {"getattr(flag)": OWN, "setattr(flag)": OWN}},
+        "stand_in": {"getattr(flag)": OWN, "setattr(flag)": OWN},
+        "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(quantization))": OWN}},
     "library/models/quantization.py": {"quantize_linears": {"getattr(child)": "of a model's modules",
                                                 "setattr(child)": "of a model's modules"}},
     "library/models/one_file.py": {

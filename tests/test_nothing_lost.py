@@ -70,7 +70,8 @@ def listed(text):
         names.setdefault(script, []).extend(of_script)
     return names
 
-SCRIPTS = sorted(path.relative_to(HERE).as_posix() for pattern in ("*.py", "tools/*.py", "tiny/*.py", "library/**/*.py", "training/*.py")
+PATTERNS = ("*.py", "tools/*.py", "tiny/*.py", "library/**/*.py", "training/*.py")
+SCRIPTS = sorted(path.relative_to(HERE).as_posix() for pattern in PATTERNS
                  for path in HERE.glob(pattern) if re.search(r"^(    )?parser = ", path.read_text("utf-8"), re.M))
 
 def test_each_flag_that_takes_a_name_is_known_to_be_an_output_or_not(monkeypatch):

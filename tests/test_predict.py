@@ -29,7 +29,7 @@ from library.models import hub
 from library.results import contact_sheets
 from training.validation import psnr
 import predict
-from tests.harness import (EXACT, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, change_weight, copy_model,
+from tests.harness import (EXACT, NATIVE, ON_DEVICE, TINY, add_item, cached_files, change_weight, copy_model,
                            encoder_flags, is_one_line, job_of, kill, lora_file, paint_picture, rel, results_of,
                            run_script, save, show, start_ranks, stock_area, stock_pipeline, until)
 

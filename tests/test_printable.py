@@ -218,7 +218,8 @@ MAY_PRINT = ["tools/bench.py", "tools/bench_common.py", "tools/gpu_check.py", "t
 
 def test_all_lines_of_ours_are_told():
     """common.tell and common.say show what is in a line; print and tqdm.write would leave its line ends."""
-    for path in [*HERE.glob("*.py"), *HERE.glob("library/**/*.py"), *HERE.glob("training/*.py"), *HERE.glob("tools/*.py")]:
+    patterns = ("*.py", "library/**/*.py", "training/*.py", "tools/*.py")
+    for path in [path for pattern in patterns for path in HERE.glob(pattern)]:
         name = path.relative_to(HERE).as_posix()
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""

@@ -176,7 +176,8 @@ def test_eight_bits_are_multiplied_as_such_where_the_device_can(quantize, limit,
     to the exact product as two roundings allow."""
     torch.manual_seed(0)
     rows = lambda n: (torch.randn(2, 20, n) * 10.0**torch.randint(-9, 3, (2, 20, 1))).bfloat16()
-    low, x, grad = quantization.LowBitLinear(torch.nn.Linear(192, 64, dtype=torch.bfloat16), quantize), rows(192), rows(64)
+    low = quantization.LowBitLinear(torch.nn.Linear(192, 64, dtype=torch.bfloat16), quantize)
+    x, grad = rows(192), rows(64)
     low.bias = None
     x[0, 3] = grad[0, 5] = 0
     x.requires_grad_()

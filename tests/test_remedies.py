@@ -210,7 +210,8 @@ ELSEWHERE = { # lines of these files: where their remedies are tried, or why not
     "was begun with --max_steps": "test_the_command_that_a_finished_schedule_names_goes_on_from_its_lora",
     "a lower --lr (--pretrained_lora": "test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_...",
     "lower the first (for one sample": "test_less_tokens_a_pass_help_after_memory_ran_out",
-    ":   at step ": "the form of step_error's lines, which are listed, too", "start with torchrun": "test_quantization.py",
+    ":   at step ": "the form of step_error's lines, which are listed, too",
+    "start with torchrun": "test_quantization.py",
     "cannot be imported": "test_optimizers.py: it needs a broken module",
     "cannot be moved aside": "test_disks.py: it needs such a disk",
     "lower --max_tokens, then": "docstring",
@@ -218,7 +219,8 @@ ELSEWHERE = { # lines of these files: where their remedies are tried, or why not
     "a checkpoint cannot keep": "test_optimizers.py: it needs an optimizer that training/preflight.py does not catch",
     "its prompt_embed has": "test_foreign_data.py: a forged cache, for which there is no other remedy",
     "is not what": "test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora",
-    "of its tensors are not those of this LoRA": "test_foreign_headers.py: of a forged file there is no other copy here",
+    "of its tensors are not those of this LoRA":
+        "test_foreign_headers.py: of a forged file there is no other copy here",
     "take another copy": "the same; and never shown alone, like the next",
     "its files do not belong together": "never shown alone: find_checkpoint takes the checkpoint before it"}
 

@@ -21,7 +21,6 @@ import torch
 from PIL import Image
 
 import cache
-import common
 from library.cli import command_line
 from library.data import index_file
 from library.files import tensor_files
@@ -31,7 +30,7 @@ import predict
 import rope_patch
 from tests.harness import (ADAMW, EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve,
                            damage_tensors, demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of,
-                           lora_tensors, losses_of, recipe, rel, run_script, save, show, start_ranks,
+                           lora_tensors, losses_of, recipe, rel, run_script, show, start_ranks,
                            train, train_demo, train_log, until, validations_of)
 
 @pytest.fixture(scope="module")

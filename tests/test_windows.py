@@ -153,7 +153,8 @@ HERE_ONLY = {"gpu_check.py: signal.pthread_kill", # behind os.name
 def test_nothing_asks_for_what_windows_or_a_mac_lacks():
     """By the imitation's lists; common.signals_noted asks by name."""
     found = set()
-    for path in [*HERE.glob("*.py"), *HERE.glob("library/**/*.py"), *HERE.glob("training/*.py"), *HERE.glob("tools/*.py")]:
+    patterns = ("*.py", "library/**/*.py", "training/*.py", "tools/*.py")
+    for path in [path for pattern in patterns for path in HERE.glob(pattern)]:
         code = path.read_text(encoding="utf-8")
         if is_ours(str(path)):
             found |= {f"{path.name}: os.{name}" for name in re.findall(r"\bos\.(\w+)", code) if name in NO_OS}
@@ -237,5 +238,6 @@ def test_readme_gives_the_two_commands_for_powershell():
 def test_the_programs_names_have_no_separator_of_one_system():
     """No path is cut at "/" as a text: names are made by as_posix, parts by pathlib. What is cut there is a name."""
     cut = re.compile(r"""str\([^()]*\)\.(?:r?split|r?partition)\(["']/|os\.sep\b|\.split\(os\.path\.sep""")
-    for path in [*HERE.glob("*.py"), *HERE.glob("library/**/*.py"), *HERE.glob("training/*.py"), *HERE.glob("tools/*.py")]:
+    patterns = ("*.py", "library/**/*.py", "training/*.py", "tools/*.py")
+    for path in [path for pattern in patterns for path in HERE.glob(pattern)]:
         assert not cut.search(path.read_text(encoding="utf-8")), path

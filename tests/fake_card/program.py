@@ -104,7 +104,8 @@ def write_samples(folder, samples, dtype=torch.bfloat16):
         pixels = [(16 * w, 16 * h) for _, h, w in sample["shapes"]]
         pictures = [f"{name}.png", *[f"{name}_{n}.png" for n in range(len(controls))]] # which are not here any more
         written.append(dataset.Planned(
-            name, "data", pictures[1:], ["make it snow"], target=pictures[0], sizes=pixels, prompt_sizes=[], texts=texts,
+            name, "data", pictures[1:], ["make it snow"], target=pictures[0], sizes=pixels, prompt_sizes=[],
+            texts=texts,
             encodings=[dict(img_shapes=sample["shapes"], file=file)], contents=dict.fromkeys(pictures, "0" * 64)))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
     index_file.write_index(folder / "index.json", written, geometry, {})
