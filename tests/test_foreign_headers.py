@@ -325,11 +325,14 @@ FIRST = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
 OWNED = Path(tempfile.mkdtemp()) / "owned"
 COMMAND = {"subprocess.call": ["touch", str(OWNED)]}
 STATES = {
-    "a command": set_entry("group", "x", COMMAND), "a command in a parameter's state": set_entry(FIRST, "exp_avg", COMMAND),
+    "a command": set_entry("group", "x", COMMAND),
+    "a command in a parameter's state": set_entry(FIRST, "exp_avg", COMMAND),
     "a command for a state": set_saved("state", COMMAND), "a command for groups": set_saved("param_groups", COMMAND),
-    "a name": set_entry("group", "lr", {"builtins.max": [1, 2]}), "another kind": set_entry("group", "betas", {"set": [1]}),
+    "a name": set_entry("group", "lr", {"builtins.max": [1, 2]}),
+    "another kind": set_entry("group", "betas", {"set": [1]}),
     "two kinds": set_entry("group", "betas", {"list": [1], "tuple": [2]}), "no kind": set_entry("group", "betas", {}),
-    "a state": set_saved("state", []), "no state": set_saved("state", {}), "a text for a state": set_saved("state", "x"),
+    "a state": set_saved("state", []), "no state": set_saved("state", {}),
+    "a text for a state": set_saved("state", "x"),
     "no group": set_saved("param_groups", {"list": []}), "groups that are a number": set_saved("param_groups", 3),
     "two groups": lambda tensors, meta: meta["optimizer"]["param_groups"]["list"].extend(
         meta["optimizer"]["param_groups"]["list"]),
