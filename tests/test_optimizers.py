@@ -235,8 +235,9 @@ KEPT = [f"torch.optim.{name}" for name in TORCH.split()]
 KEPT += ["bitsandbytes.optim.PagedAdEMAMix8bit", "bitsandbytes.optim.Lion8bit", "schedulefree.RAdamScheduleFree",
          "schedulefree.AdamWScheduleFreeReference", "prodigyplus.ProdigyPlusScheduleFree", "prodigyopt.Prodigy"]
 OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Lists, Nested, Harmless, HalfPrecision, Draws)]
-LOST = dict.fromkeys([Attribute, HalfPrecisionInAList, ByParameter, Generator, PythonsGenerator,
-                      GlobalGenerator, NumpysGenerator, Closure, ObjectThatCounts, Window, OneTensorTwice], "would take other steps")
+ELSEWHERE = [Attribute, HalfPrecisionInAList, ByParameter, Generator, PythonsGenerator, GlobalGenerator,
+             NumpysGenerator, Closure, ObjectThatCounts, Window, OneTensorTwice]
+LOST = dict.fromkeys(ELSEWHERE, "would take other steps")
 LOST |= {ObjectInState: "cannot keep SimpleNamespace", ObjectInGroup: "cannot keep SimpleNamespace",
          LateObject: "cannot keep set", StateOfAll: "cannot keep 'all'", Sparse: "a trial",
          FailsInItsStep: "KeyError", ChangesNothing: "changes no weight", NoTrain: "no attribute 'train'"}
