@@ -84,6 +84,13 @@ class Harmless(Optimizer):
     def update(self, p, state, group):
         return self.settings.a
 
+class HalfPrecision(Optimizer):
+    """As prodigyplus: load_state_dict() makes fp32 of it, and fp32 rounds otherwise. Also of integers."""
+    def update(self, p, state, group):
+        state["mean"] = state.get("mean", torch.zeros_like(p, dtype=torch.bfloat16)) * 0.9 + p.grad.bfloat16()
+        state["n"] = state.get("n", torch.zeros(2, dtype=torch.int64)) + 2**24 + 1
+        return state["mean"].float() + (state["n"] % 7).sum()
+
 class Draws(Optimizer):
     """As SGLD, stochastic rounding, random projections: torch's numbers, also in its constructor. train.py seeds them
     for each step."""
@@ -108,11 +115,12 @@ class Attribute(Optimizer):
     def update(self, p, state, group):
         return self.t
 
-class HalfPrecision(Optimizer):
+class HalfPrecisionInAList(Optimizer):
     """load_state_dict() makes fp32 of it, and fp32 rounds otherwise."""
     def update(self, p, state, group):
-        state["mean"] = state.get("mean", torch.zeros_like(p, dtype=torch.bfloat16)) * 0.9 + p.grad.bfloat16()
-        return state["mean"].float()
+        mean, = state.get("mean", [torch.zeros_like(p, dtype=torch.bfloat16)])
+        state["mean"] = [mean * 0.9 + p.grad.bfloat16()]
+        return state["mean"][0].float()
 
 class ObjectInGroup(Optimizer):
     def begin(self):
@@ -226,9 +234,10 @@ TORCH = "Adadelta Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Adafactor Muon"
 KEPT = [f"torch.optim.{name}" for name in TORCH.split()]
 KEPT += ["bitsandbytes.optim.PagedAdEMAMix8bit", "bitsandbytes.optim.Lion8bit", "schedulefree.RAdamScheduleFree",
          "schedulefree.AdamWScheduleFreeReference", "prodigyplus.ProdigyPlusScheduleFree", "prodigyopt.Prodigy"]
-OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Lists, Nested, Harmless, Draws)]
-LOST = dict.fromkeys([Attribute, HalfPrecision, ByParameter, Generator, PythonsGenerator, GlobalGenerator,
-                      NumpysGenerator, Closure, ObjectThatCounts, Window, OneTensorTwice], "would take other steps")
+OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Lists, Nested, Harmless, HalfPrecision, Draws)]
+ELSEWHERE = [Attribute, HalfPrecisionInAList, ByParameter, Generator, PythonsGenerator, GlobalGenerator,
+             NumpysGenerator, Closure, ObjectThatCounts, Window, OneTensorTwice]
+LOST = dict.fromkeys(ELSEWHERE, "would take other steps")
 LOST |= {ObjectInState: "cannot keep SimpleNamespace", ObjectInGroup: "cannot keep SimpleNamespace",
          LateObject: "cannot keep set", StateOfAll: "cannot keep 'all'", Sparse: "a trial",
          FailsInItsStep: "KeyError", ChangesNothing: "changes no weight", NoTrain: "no attribute 'train'"}

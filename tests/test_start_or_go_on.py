@@ -38,9 +38,9 @@ MOMENTS = [ # of the life of a run
     ("training.run_folder", "lock", 1, None, True), # a folder with a lock
     ("cache", "make_cache", 1, None, False),
     ("common", "write_file", 1, "log.jsonl", False), ("common", "write_file", 1, "log.jsonl", True),
-    ("common", "memory_of", 2, None, False), # between the log and the first checkpoint
+    ("library.models.devices", "memory_of", 2, None, False), # between the log and the first checkpoint
     ("predict", "save_lora", 1, None, True), # half a checkpoint
-    ("common", "memory_of", 4, None, False), # between two checkpoints
+    ("library.models.devices", "memory_of", 4, None, False), # between two checkpoints
     ("predict", "save_lora", 1, "fold", False), ("predict", "save_lora", 1, "fold", True), # the finish
     ("common", "write_file", 1, "DONE", False), ("common", "write_file", 1, "DONE", True)]
 

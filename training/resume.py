@@ -233,8 +233,8 @@ def put_aside(folder):
 
 
 def is_record(line, step):
-    """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py reads
-    it."""
+    """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py can
+    read it."""
     with contextlib.suppress(Exception): # a foreign log can fail in any way
         record = best_step.read_line(line)
         if "val_loss" in record:
@@ -274,14 +274,19 @@ def load_optimizer(optimizer, lora, tensors, saved):
     is not this optimizer's."""
     device = next(iter(lora.values())).device
     unread = dict(tensors)
-    number_of_name = {name: n for n, name in names_of(optimizer, lora).items()}
-    state = {}
-    for name, values in saved["state"].items():
-        state[number_of_name[name]] = dict(from_json(values, unread, device))
+    state = {name: dict(from_json(values, unread, device)) for name, values in saved["state"].items()}
     groups = from_json(saved["param_groups"], unread, device)
     if unread:
         raise ValueError(f"{len(unread)} tensors too many, for instance {min(unread):.100}")
-    optimizer.load_state_dict(dict(state=state, param_groups=groups))
+    number_of_name = {name: n for n, name in names_of(optimizer, lora).items()}
+    by_number = {number_of_name[name]: values for name, values in state.items()}
+    optimizer.load_state_dict(dict(state=by_number, param_groups=groups))
+    # It has made fp32 of all tensors. One that was kept in bf16 would round otherwise from now on
+    for name, values in state.items():
+        loaded = optimizer.state[lora[name]]
+        for key, value in values.items():
+            if torch.is_tensor(value) and torch.is_tensor(loaded.get(key)) and loaded[key].dtype != value.dtype:
+                loaded[key] = value
     optimizers.use_trained_weights(optimizer)
 
 
