@@ -17,9 +17,9 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A result is called NAME-1a2b3c4d.png: the letters are a hash of all that decides it, settings, LoRAs and the code that
-draws it. If it is there already, it is not generated again. --out, or `out` of a line, names the file itself: an older
-result is replaced there, and a file that predict.py has not made never. Shape letters as in rope_patch.py.
+encoding. A result is called NAME-1a2b3c4d.png: the letters are a hash of all that decides it, such as settings, LoRAs
+and code. If it is there already, it is not generated again. --out, or `out` of a line, names the file itself: an older
+result is replaced there, but never a file that predict.py has not made. Shape letters as in rope_patch.py.
 """
 import os
 import sys
@@ -481,8 +481,6 @@ def save_png(image, path, *texts):
     """texts: as for encode_png. InputError if the disk is full, or if there is a file that is not ours."""
     common.write_file(path, encode_png(image, *texts), result_files.OURS)
 
-SHEET_ROWS = 24 # samples on a sheet of results
-
 # ==== the command line ================================================================================================
 
 def find_geometry(args):
@@ -589,14 +587,7 @@ def plan_pictures(requests, args, models, loras, code):
         if len(args.scales) > 1:
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
-        # its file: the name that the user has given, or one that tells its key; a folder's picture keeps its subfolder
-        if given := args.out or sample.job_fields.get("out"):
-            path = args.out_dir / Path(given).with_stem(Path(given).stem + end) # (--out_dir is the folder of --out)
-        else:
-            stem = sample.name if args.image else result_files.picture_stem(sample)
-            if "line" in sample.job_fields: # without the line's number, which an edit of the list changes
-                stem = stem.split("-", 1)[1]
-            path = result_files.result_path(args.out_dir, stem + end, key)
+        path = result_files.result_path(args, sample, end, key)
         pictures.append(Picture(sample, settings, strengths, row, ", ".join(words) or "result", key, path))
     return pictures
 
@@ -650,10 +641,8 @@ def main(args):
 
     # what to generate, at which sizes, with which models. Models and LoRAs are hashed before they are loaded (the sizes
     # that the first LoRA's header wants are in the pictures' keys, too)
-    at_work = dict(quantization=args.quantize != "none", offloading=args.offload,
-                   one_file=is_one_file(args.transformer))
-    rooms = [*result_files.DRAWING, *[f"library/models/{name}.py" for name, used in at_work.items() if used]]
-    code = result_files.code_hash(rooms)
+    code_files = result_files.drawing_files(args)
+    code = result_files.code_hash(code_files)
     geometry = find_geometry(args)
     samples, problems = dataset.read_samples(args)
     inputs = {path for s in samples for path in (*dataset.pictures_of(s), *s.overlays.values())}
@@ -668,7 +657,7 @@ def main(args):
     models = common.on_first_process(lambda: dict(zip(parts, map(hash_part, parts.values()))))
 
     def refuse_replaced(): # on each process, where the same files may lie elsewhere
-        if result_files.code_hash(rooms) != code: # by an editor, in the ten seconds in which the libraries were loaded
+        if result_files.code_hash(code_files) != code: # by an editor, in the ten seconds in which the libraries were loaded
             raise InputError("predict.py: the code that draws has changed since this command began; run it again")
         stat_cache.refuse_changed_files(args.lora, loras, file_hash)
         stat_cache.refuse_changed_files(parts.values(), models.values(), hash_part)
@@ -682,10 +671,11 @@ def main(args):
 
     # a picture for each sample, seed and scale; those that are there already, whole, stay
     pictures = plan_pictures(requests, args, models, loras, code)
-    common.on_first_process(lambda: result_files.refuse_names([(p.path, p.key) for p in pictures], inputs,
-                                                              args.jobs or "--image",
-                                                              disk.longest_name(args.out_dir)))
-    finished = common.on_first_process(lambda: {p.path for p in pictures if is_finished(p.path, p.key)})
+    def find_finished():
+        result_files.refuse_names(pictures, inputs, args.jobs or "--image", disk.longest_name(args.out_dir))
+        return {p.path for p in pictures if is_finished(p.path, p.key)}
+
+    finished = common.on_first_process(find_finished)
     missing = list({p.path: p for p in pictures if p.path not in finished}.values())
     if missing:
         common.on_first_process(lambda: disk.try_cache(args))
@@ -712,10 +702,10 @@ def main(args):
         common.gather_objects(None) # waits for all: torchrun would end the others when one returns 1
     if first and missing:
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
-        drawn = [p for p in pictures if p.row < SHEET_ROWS and is_finished(p.path, p.key)]
+        drawn = [p for p in pictures if p.row < contact_sheets.SHEET_ROWS and is_finished(p.path, p.key)]
         if len(drawn) > 1:
             key = common.content_key(pictures=[p.key for p in drawn])
-            path = result_files.result_path(args.out_dir, "sheet", key)
+            path = result_files.keyed_path(args.out_dir, "sheet", key)
             save_png(contact_sheets.results_sheet(drawn), path, key)
             common.say(f"{path}: {len(drawn)} of them side by side")
     if dist.is_initialized():
