@@ -1,6 +1,6 @@
 """
-What comes before a model, for all scripts. `Sample`, below, is what they all pass around. The rest is plumbing, and can
-wait: error lines, flags, processes and devices, files that are written whole and checked, datasets, pictures.
+The ground that all scripts stand on: errors of the user, lines on a terminal, processes, signals, threads, and files
+that are written whole or not at all. It knows nothing of pictures, models or LoRAs, and imports no other file of ours.
 """
 import contextlib
 import errno
@@ -20,8 +20,8 @@ from pathlib import Path
 import safetensors
 from tqdm import tqdm
 
-NAME_BYTES = 255 # a file's name may have so many
-LONG_TEXT = 2**30 # bytes of a manifest, a table or an index at most: a million samples
+# torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
+# print their -h, or find a typo, without.
 
 # ---- errors of the user ----------------------------------------------------------------------------------------------
 
@@ -37,24 +37,6 @@ class InputError(SystemExit):
 
 class Exists(InputError):
     """Something is where a file was to be written, and may not be replaced."""
-
-def tell(*lines, file=None):
-    """Prints these lines, each shown(), above a bar if there is one. file: sys.stderr, or None for sys.stdout."""
-    for line in lines:
-        tqdm.write(printable(line), file=file)
-    while lost_lines:
-        name, why = lost_lines.pop()
-        warn_once(f"warning: {name}: lines are lost ({why}); the work goes on",
-                  file=sys.stdout if name == "stderr" else sys.stderr)
-
-WARNED = [] # what warn_once has said: train.py writes it into its log, too
-
-@functools.cache # which parse_args empties, and `WARNED`
-def warn_once(line, file=None):
-    """Once in a run, however often it finds the reason; on the first process."""
-    if rank() == 0:
-        WARNED.append(line)
-        tell(line, file=file or sys.stderr)
 
 def flag_error(line):
     """Ends the script with status 2, as argparse does, for a flag that cannot be meant."""
@@ -72,6 +54,25 @@ def collect_errors(problems):
 def print_problems(lines):
     tell(*fold(lines), file=sys.stderr)
 
+FEW = 3 # so many lines that are alike are printed one by one
+
+def fold(lines):
+    """Lines that differ only in the file that they begin with become one, which names the others. A few stay."""
+    groups, folded = {}, []
+    for line in lines:
+        file, _, rest = line.removeprefix("error: ").partition(": ")
+        path = Path(file)
+        # the rest may name the caption or control that is wanted; its name stands before a suffix
+        reason = re.sub(rf"(?<!\w){re.escape(path.stem)}(?=\.\w)", "*", rest)
+        groups.setdefault(reason, []).append((line, path.name))
+    for first, *others in groups.values():
+        if len(others) < FEW:
+            folded += [line for line, _ in [first, *others]]
+        else:
+            names = textwrap.shorten(", ".join(name for _, name in others), 300, placeholder=" ...")
+            folded.append(f"{first[0]}; and {len(others)} others likewise: {names}")
+    return folded
+
 def first_words(e):
     """What an exception says, in one line."""
     return textwrap.shorten(str(e), 300) or type(e).__name__
@@ -80,7 +81,112 @@ def first_line(e):
     """Of what an exception says the first line alone: CUDA's go on for several, about other things."""
     return first_words((str(e).strip() or type(e).__name__).splitlines()[0])
 
-# ---- processes and devices -------------------------------------------------------------------------------------------
+# ---- lines on a terminal, whoever wrote them and whether or not anybody reads them -----------------------------------
+
+# On Linux a name is bytes, and old archives and disks have some that are no UTF-8. Python has such a byte as half a
+# character: \xe9 as \udce9, in sys.argv and in what it lists of folders. Python opens these names, and JSON (in ASCII)
+# holds them. What encodes a text as UTF-8 itself fails at them: such texts come from printable() or shell_command(),
+# and such files from open_tensors().
+
+# what moves a terminal's cursor, starts a line, rings, or turns the direction of writing
+CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+def printable(text):
+    """A name, a prompt, or what else comes from a file, as a line on a terminal may have it: a control character
+    becomes \\n, \\x1b, \\u202e; a byte that is no UTF-8 becomes \\xe9, as shell_command() writes it."""
+    def escaped(control):
+        byte = ord(control[0]) - 0xdc00
+        return rf"\x{byte:02x}" if 0x80 <= byte <= 0xff else control[0].encode("unicode_escape").decode()
+    return CONTROLS.sub(escaped, str(text))
+
+lost_lines = [] # ("stdout" or "stderr", why lines of it are lost), once for each: tell() empties it, and says so
+
+def tell(*lines, file=None):
+    """Prints these lines, each printable(), above a bar if there is one. file: sys.stderr, or None for sys.stdout."""
+    for line in lines:
+        tqdm.write(printable(line), file=file)
+    while lost_lines:
+        name, why = lost_lines.pop()
+        warn_once(f"warning: {name}: lines are lost ({why}); the work goes on",
+                  file=sys.stdout if name == "stderr" else sys.stderr)
+
+WARNED = [] # what warn_once has said: train.py writes it into its log, too
+
+@functools.cache # which Parser.parse_args empties, and `WARNED`
+def warn_once(line, file=None):
+    """Once in a run, however often it finds the reason; on the first process."""
+    if rank() == 0:
+        WARNED.append(line)
+        tell(line, file=file or sys.stderr)
+
+class PrintableStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
+    """A stream whose lines are printable(), whoever writes them: a library, a traceback, a print() of yours. tqdm's \\r
+    before and behind a bar stays, and its moves up. It never raises: the work goes on when nobody reads."""
+
+    def __init__(self, name, stream):
+        self.name, self.stream, self.failed = name, stream, False
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        inner = text.strip("\r")
+        if inner.replace("\x1b[A", ""): # else tqdm alone has written it
+            text = text.replace(inner, "\n".join(map(printable, inner.split("\n"))), 1)
+        self.attempt(self.stream.write, text)
+        return len(text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, act, *text):
+        """What a full disk refuses stays in Python's buffer, and is tried again with the next line."""
+        try:
+            act(*text)
+        except (OSError, ValueError) as e: # ValueError: somebody has closed it
+            if not self.failed:
+                lost_lines.append((self.name, str(e)))
+            self.failed = True
+            if isinstance(e, (BrokenPipeError, ValueError)): # it stays so: nothing is tried again, also not at the end
+                gone, self.stream = self.stream, open(os.devnull, "w", encoding="utf-8")
+                with contextlib.suppress(OSError, ValueError): # libraries in C write there, too
+                    os.dup2(self.stream.fileno(), gone.fileno())
+
+def make_streams_printable():
+    """From now on all lines of this process are printable(), and no stream ends it. A file name that is no UTF-8 must not
+    end a run, either."""
+    lost_lines.clear()
+    for number in range(3):
+        try:
+            os.fstat(number)
+        # Who has started us has closed it. The next file, such as a log, would get its number, and what C prints.
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")
+        with contextlib.suppress(AttributeError, OSError): # a notebook's cannot; a full disk's is flushed here
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, PrintableStream(name, stream))
+
+def shell_command(words):
+    """Words as a command that a person can paste into bash or zsh: a control character, or a byte that is no UTF-8,
+    which always stands in quotes ('), becomes $'...' between them. On Windows: see windows_word. ValueError for half a
+    character, which JSON may have, and no name."""
+    def escaped(control):
+        return f"'${repr(control[0].encode(errors='surrogateescape'))[1:]}'"
+    if os.name == "nt":
+        return printable(" ".join(map(windows_word, map(str, words))))
+    return CONTROLS.sub(escaped, shlex.join(map(str, words)))
+
+def windows_word(word):
+    """A word in the one form that cmd.exe and PowerShell share: in double quotes, and " as "". They still read more
+    into a % (cmd.exe), a $ or a ` (PowerShell), and PowerShell 5.1 loses a "."""
+    if re.fullmatch(r"[\w.:/\\=+-]+", word):
+        return word
+    # of backslashes before a quote, or before the end, each needs another one
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + 2 * found[2], word) + '"'
+
+# ---- processes: torchrun starts several, each with a rank ------------------------------------------------------------
 
 def rank():
     """The number of this process, from 0, as torchrun says."""
@@ -90,14 +196,14 @@ def world():
     """The number of processes."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
-def quiet():
-    """tqdm's `disable`: the first process alone shows bars, and only on a terminal (None)."""
-    return True if rank() else None
-
 def say(*lines):
     """The first process prints these lines, as tell does."""
     if rank() == 0:
         tell(*lines)
+
+def quiet():
+    """tqdm's `disable`: the first process alone shows bars, and only on a terminal (None)."""
+    return True if rank() else None
 
 def progress(what, items=None, **options):
     """A bar of tqdm, which goes when it is done."""
@@ -136,9 +242,11 @@ def refuse_differences(out_dir, assumed):
                                      "start all with the same command and the same files")
     on_first_process(compare)
 
+# ---- signals and threads ---------------------------------------------------------------------------------------------
+
 @contextlib.contextmanager
 def catch_signals():
-    """with signals_noted() as seen: signals only fill this list, so that work that has begun can be finished."""
+    """with catch_signals() as seen: signals only fill this list, so that work that has begun can be finished."""
     seen = []
     terminals = list(filter(os.isatty, (1, 2))) # of stdout, stderr
 
@@ -158,7 +266,7 @@ def catch_signals():
         yield seen
 
 def end_by_ctrl_c(kind, error, trace):
-    """Ctrl-C where no signals_noted is at work: one line instead of a traceback. Files appear whole or not at all, so
+    """Ctrl-C where no catch_signals is at work: one line instead of a traceback. Files appear whole or not at all, so
     there is nothing to clean up."""
     if kind is not KeyboardInterrupt:
         return sys.__excepthook__(kind, error, trace)
@@ -180,7 +288,11 @@ def run_ahead(work, items, threads=1, most=1):
         for future in waiting:
             future.cancel()
 
-# ---- files: written whole or not at all, checked when read -----------------------------------------------------------
+# ---- files: written whole or not at all ------------------------------------------------------------------------------
+
+NAME_BYTES = 255 # a file's name may have so many
+LONG_TEXT = 2**30 # bytes of a manifest, a table or an index at most: a million samples
+MAX_PIXELS = 160_000_000 # a larger picture is refused before it is decoded
 
 def write_file(path, data, mark=b""):
     """Writes a temporary file beside `path`, fsyncs and renames it, and fsyncs the folder: after a kill or a power loss
@@ -222,38 +334,43 @@ def link_new(source, target):
     except OSError as e:
         warn_no_hard_links(target.parent, e)
 
-def file_hash(path):
-    """InputError if it cannot be read, maybe as it has gone since it was found."""
+@contextlib.contextmanager
+def file_in(folder):
+    """Makes the folder. Within `with` the path of a temporary file there, which must be closed by the end: if it still
+    has this name, it is deleted then. (tempfile's are deleted while they are open, which not every disk can do.)"""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".tmp-{secrets.token_hex(8)}"
     try:
-        with open(path, "rb") as f: # not read whole: a model has 41 GB
-            return hashlib.file_digest(f, "sha256").hexdigest()
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror}); mend that, and run the same command again")
+        yield path
+    finally:
+        with contextlib.suppress(OSError): # what a kill leaves here, tools/prune.py deletes
+            path.unlink(missing_ok=True)
 
-def content_key(**fields):
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+def is_inside(path, folder):
+    """Whether a path that a file names, or a link that stands in a folder, leads to a place in this folder. Links are
+    followed, also the folder's own. (A snapshot in the hub's cache has links to ../../blobs, which are its files; and
+    a folder that older versions have downloaded to leads there from elsewhere. A file there is named by its hash, which
+    nobody knows who does not have the file.)"""
+    folder, path = [Path(os.path.realpath(place)) for place in (folder, path)]
+    if path.parent.name == "blobs" and re.match("(datasets|models|spaces)--", path.parent.parent.name):
+        return True
+    inside = [folder]
+    for above in (folder, *folder.parents):
+        if above.parent.name == "snapshots":
+            inside.append(above.parent.parent / "blobs")
+    return any(map(path.is_relative_to, inside))
 
-def read_json(text): # for JSON of a person or of another program
-    """json.loads, but ValueError for an object that has a key twice: of two values json would drop one in silence."""
-    def unique(pairs):
-        found = {}
-        for key, value in pairs:
-            if key in found:
-                raise ValueError(f"{key!r:.100} is given twice")
-            found[key] = value
-        return found
-    return json.loads(text, object_pairs_hook=unique)
+def is_utf8(path):
+    return not re.search("[\ud800-\udfff]", str(path))
 
-def read_object(text):
-    """read_json's dict. ValueError if it is something else."""
-    value = read_json(text)
-    if not isinstance(value, dict):
-        raise ValueError(f"no JSON object: {text:.60}")
-    return value
+def open_tensors(path, framework="pt"):
+    """safetensors.safe_open, also of a path that is no UTF-8, which that refuses."""
+    if is_utf8(path):
+        return safetensors.safe_open(path, framework)
+    with open(path, "rb") as file: # Linux, which alone has such names, gives an open file a second one
+        return safetensors.safe_open(f"/proc/self/fd/{file.fileno()}", framework)
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
-
-MAX_PIXELS = 160_000_000 # a larger picture is refused before it is decoded
+# ---- what a disk refuses, in words -----------------------------------------------------------------------------------
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -286,18 +403,6 @@ def disk_error(place, e, what="cannot be written"):
     elif plain and e.errno in FORBIDDEN:
         remedy = "mend its permissions, or give another folder"
     return InputError(f"{place}: {what} ({reason}); {remedy}")
-
-@contextlib.contextmanager
-def file_in(folder):
-    """Makes the folder. Within `with` the path of a temporary file there, which must be closed by the end: if it still
-    has this name, it is deleted then. (tempfile's are deleted while they are open, which not every disk can do.)"""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f".tmp-{secrets.token_hex(8)}"
-    try:
-        yield path
-    finally:
-        with contextlib.suppress(OSError): # what a kill leaves here, tools/prune.py deletes
-            path.unlink(missing_ok=True)
 
 def sync(descriptor, place):
     """fsync. On a disk that has none it is left out, with a line; where it fails it raises OSError."""
@@ -336,145 +441,33 @@ def warn_disk_lacks(place, e, what, then):
             mount = mount.parent
         warn_once(f"{mount}: no {what} on this disk ({os_reason(e)}): {then}")
 
-FEW = 3 # so many lines that are alike are printed one by one
+# ---- hashes and JSON -------------------------------------------------------------------------------------------------
 
-def fold(lines):
-    """Lines that differ only in the file that they begin with become one, which names the others. A few stay."""
-    groups, folded = {}, []
-    for line in lines:
-        file, _, rest = line.removeprefix("error: ").partition(": ")
-        path = Path(file)
-        # the rest may name the caption or control that is wanted; its name stands before a suffix
-        reason = re.sub(rf"(?<!\w){re.escape(path.stem)}(?=\.\w)", "*", rest)
-        groups.setdefault(reason, []).append((line, path.name))
-    for first, *others in groups.values():
-        if len(others) < FEW:
-            folded += [line for line, _ in [first, *others]]
-        else:
-            names = textwrap.shorten(", ".join(name for _, name in others), 300, placeholder=" ...")
-            folded.append(f"{first[0]}; and {len(others)} others likewise: {names}")
-    return folded
+def file_hash(path):
+    """InputError if it cannot be read, maybe as it has gone since it was found."""
+    try:
+        with open(path, "rb") as f: # not read whole: a model has 41 GB
+            return hashlib.file_digest(f, "sha256").hexdigest()
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read ({e.strerror}); mend that, and run the same command again")
 
+def content_key(**fields):
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
-# ---- strangers ------------------------------------------------------------------------------------------
-# Texts and paths of a stranger: how a name or a prompt is shown in a line on a terminal, how it is written in a command
-# that a person pastes, whether a path stays in its folder, and how a file is opened whose name is no UTF-8. And what
-# becomes of a line if its terminal, pipe or disk is gone: it ends nothing.
-#
-# On Linux a name is bytes, and old archives and disks have some that are no UTF-8. Python has such a byte as half a
-# character: \\xe9 as \\udce9, in sys.argv and in what it lists of folders. Python opens these names, and JSON (in ASCII)
-# holds them. What encodes a text as UTF-8 itself fails at them: such texts come from shown() or command(), and such files
-# from open_tensors().
+def read_json(text): # for JSON of a person or of another program
+    """json.loads, but ValueError for an object that has a key twice: of two values json would drop one in silence."""
+    def unique(pairs):
+        found = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"{key!r:.100} is given twice")
+            found[key] = value
+        return found
+    return json.loads(text, object_pairs_hook=unique)
 
-# what moves a terminal's cursor, starts a line, rings, or turns the direction of writing
-CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text):
-    """A name, a prompt, or what else comes from a file, as a line on a terminal may have it: a control character
-    becomes \\n, \\x1b, \\u202e; a byte that is no UTF-8 becomes \\xe9, as command() writes it."""
-    def escaped(control):
-        byte = ord(control[0]) - 0xdc00
-        return rf"\x{byte:02x}" if 0x80 <= byte <= 0xff else control[0].encode("unicode_escape").decode()
-    return CONTROLS.sub(escaped, str(text))
-
-
-lost_lines = [] # ("stdout" or "stderr", why lines of it are lost), once for each: common.tell takes it and says so
-
-
-class PrintableStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
-    """A stream whose lines are shown(), whoever writes them: a library, a traceback, a print() of yours. tqdm's \\r
-    before and behind a bar stays, and its moves up. It never raises: the work goes on when nobody reads."""
-
-    def __init__(self, name, stream):
-        self.name, self.stream, self.failed = name, stream, False
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        inner = text.strip("\r")
-        if inner.replace("\x1b[A", ""): # else tqdm alone has written it
-            text = text.replace(inner, "\n".join(map(printable, inner.split("\n"))), 1)
-        self.attempt(self.stream.write, text)
-        return len(text)
-
-    def flush(self):
-        self.attempt(self.stream.flush)
-
-    def attempt(self, act, *text):
-        """What a full disk refuses stays in Python's buffer, and is tried again with the next line."""
-        try:
-            act(*text)
-        except (OSError, ValueError) as e: # ValueError: somebody has closed it
-            if not self.failed:
-                lost_lines.append((self.name, str(e)))
-            self.failed = True
-            if isinstance(e, (BrokenPipeError, ValueError)): # it stays so: nothing is tried again, also not at the end
-                gone, self.stream = self.stream, open(os.devnull, "w", encoding="utf-8")
-                with contextlib.suppress(OSError, ValueError): # libraries in C write there, too
-                    os.dup2(self.stream.fileno(), gone.fileno())
-
-
-def make_streams_printable():
-    """From now on all lines of this process are shown(), and no stream ends it. A file name that is no UTF-8 must not
-    end a run, either."""
-    lost_lines.clear()
-    for number in range(3):
-        try:
-            os.fstat(number)
-        # Who has started us has closed it. The next file, such as a log, would get its number, and what C prints.
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")
-        with contextlib.suppress(AttributeError, OSError): # a notebook's cannot; a full disk's is flushed here
-            stream.reconfigure(errors="backslashreplace", line_buffering=True)
-        setattr(sys, name, PrintableStream(name, stream))
-
-
-def shell_command(words):
-    """Words as a command that a person can paste into bash or zsh: a control character, or a byte that is no UTF-8,
-    which always stands in quotes ('), becomes $'...' between them. On Windows: see windows_word. ValueError for half a
-    character, which JSON may have, and no name."""
-    def escaped(control):
-        return f"'${repr(control[0].encode(errors='surrogateescape'))[1:]}'"
-    if os.name == "nt":
-        return printable(" ".join(map(windows_word, map(str, words))))
-    return CONTROLS.sub(escaped, shlex.join(map(str, words)))
-
-
-def windows_word(word):
-    """A word in the one form that cmd.exe and PowerShell share: in double quotes, and " as "". They still read more
-    into a % (cmd.exe), a $ or a ` (PowerShell), and PowerShell 5.1 loses a "."""
-    if re.fullmatch(r"[\w.:/\\=+-]+", word):
-        return word
-    # of backslashes before a quote, or before the end, each needs another one
-    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + 2 * found[2], word) + '"'
-
-
-def is_inside(path, folder):
-    """Whether a path that a file names, or a link that stands in a folder, leads to a place in this folder. Links are
-    followed, also the folder's own. (A snapshot in the hub's cache has links to ../../blobs, which are its files; and
-    a folder that older versions have downloaded to leads there from elsewhere. A file there is named by its hash, which
-    nobody knows who does not have the file.)"""
-    folder, path = [Path(os.path.realpath(place)) for place in (folder, path)]
-    if path.parent.name == "blobs" and re.match("(datasets|models|spaces)--", path.parent.parent.name):
-        return True
-    inside = [folder]
-    for above in (folder, *folder.parents):
-        if above.parent.name == "snapshots":
-            inside.append(above.parent.parent / "blobs")
-    return any(map(path.is_relative_to, inside))
-
-
-def is_utf8(path):
-    return not re.search("[\ud800-\udfff]", str(path))
-
-
-def open_tensors(path, framework="pt"):
-    """safetensors.safe_open, also of a path that is no UTF-8, which that refuses."""
-    if is_utf8(path):
-        return safetensors.safe_open(path, framework)
-    with open(path, "rb") as file: # Linux, which alone has such names, gives an open file a second one
-        return safetensors.safe_open(f"/proc/self/fd/{file.fileno()}", framework)
+def read_object(text):
+    """read_json's dict. ValueError if it is something else."""
+    value = read_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"no JSON object: {text:.60}")
+    return value

@@ -34,11 +34,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
-from statistics import mode
 from time import monotonic
 
 import common
-from common import InputError, file_hash, tell
+from common import InputError, tell
 from library.cli import command_line, flag_types
 from library.cli.flag_types import (SAMPLE_FLAGS, is_one_file, noise_level, number, pixels, png_name, positive,
                                     seed_number)
@@ -115,6 +114,8 @@ def read_flags():
         args.out = Path(args.out)
         args.out_dir = args.out.parent
     dataset.refuse_missing_input(args)
+    # hashed before Python reads most of it, in the ten seconds in which an editor may save it
+    args.code = result_files.code_hash(result_files.drawing_files(args))
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
@@ -131,7 +132,8 @@ from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
 import cache
-from library.lora import base_model, foreign_loras, lora_linear
+from library.lora import base_model, lora_linear
+from library.lora.lora_file import PLAIN, config_of, read_lora, with_prefix
 from library.models import devices, model_files, offloading, one_file, quantization, sharding
 from rope_patch import blocks_of, patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
@@ -228,52 +230,13 @@ def add_lora(transformer, **config):
     lora_linear.share_casts(blocks_of(transformer))
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
-# ---- LoRA files ------------------------------------------------------------------------------------------------------
-
-def read_lora(path):
-    """What find_lora takes -> (state dict of transformer.LAYER.lora_A.weight (r, inputs) and .lora_B.weight (outputs,
-    r); metadata as diffusers has it, of which config_of reads the alpha, with our own train. entries). Plain files,
-    as train.py and diffusers write them, are read here. library/lora/foreign_loras.py brings those of other programs to this
-    form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
-    file = find_lora(path)
-    data, header = foreign_loras.read_file(file) # once: what is checked is what is used, and nothing of it stays mapped
-    notes = header.get("__metadata__") or {}
-    ours = [key for key, text in notes.items() if tensor_files.SIGNED.match(text)]
-    if ours: # this project wrote the file, so it can be checked to the bit
-        state, meta = tensor_files.read_tensors(file, ours[0], data=data, note=common.warn_once)
-    else:
-        state, meta = foreign_loras.load_tensors(file, data), foreign_loras.diffusers_meta(notes)
-    if not foreign_loras.is_plain(file, notes, state, meta):
-        state, meta = foreign_loras.read(file, data, header)
-    tensor_files.refuse_not_finite(file, state, "its training diverged; take another file")
-    foreign_loras.check_notes(file, state, meta)
-    return state, meta
-
-def with_prefix(prefix, named):
-    """{name: value} -> {prefix.name: value}."""
-    return {f"{prefix}.{name}": value for name, value in named.items()}
-
-def config_of(state, meta):
-    """-> LoraConfig's arguments for what read_lora returns: layers and ranks are those of the tensors, alpha is the
-    metadata's, or else the rank."""
-    ranks = {}
-    for layer, (a, _) in foreign_loras.matrices_of(dict(sorted(state.items()))).items(): # safetensors has any order
-        ranks[layer] = len(a)
-    most = mode(ranks.values())
-    others = {} # ^: these layers and no others. One pattern for each rank, as peft tries all of them for each layer
-    for rank in {*ranks.values()} - {most}:
-        others[f"^({'|'.join(layer for layer in ranks if ranks[layer] == rank)})"] = rank
-    config = dict(r=most, lora_alpha=most, rank_pattern=others, alpha_pattern=others, target_modules=list(ranks))
-    if "transformer.lora_alpha" in meta:
-        config.update(lora_alpha=meta["transformer.lora_alpha"], use_rslora=meta.get("transformer.use_rslora", False),
-                      alpha_pattern=meta.get("transformer.alpha_pattern") or {})
-    return config
+# ---- LoRA files: library/lora/lora_file.py reads one into a Lora -----------------------------------------------------
 
 def check_fit(transformer, state, path):
     """InputError unless each tensor of this state dict fits a layer of the model."""
     modules, wrong = dict(transformer.named_modules()), []
     for key, matrix in state.items():
-        layer, half = foreign_loras.PLAIN.fullmatch(key).groups()
+        layer, half = PLAIN.fullmatch(key).groups()
         side, width = ("in_features", matrix.shape[1]) if half == "A" else ("out_features", matrix.shape[0])
         has = getattr(modules.get(layer), side, None) # only linear layers know their sides
         if has != width:
@@ -282,26 +245,26 @@ def check_fit(transformer, state, path):
         raise InputError(f"{path}: {len(wrong)} of {len(state)} tensors do not fit the model, for instance {wrong[0]}; "
                          "it was made for another one")
 
-def load_lora(transformer, name, state, meta, path):
-    """Adds what read_lora returns to the transformer, as an adapter of this name."""
+def load_lora(transformer, name, lora):
+    """Adds a Lora to the transformer, as an adapter of this name."""
     # several LoRAs are wanted here, and a model without weights only tells whether they fit
     warnings.filterwarnings("ignore", "Already found a `peft_config`|for .* copying from a non-meta parameter")
-    check_fit(transformer, state, path)
-    config = with_prefix("transformer", config_of(state, meta))
-    QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=config)
+    check_fit(transformer, lora.state, lora.path)
+    config = with_prefix("transformer", config_of(lora))
+    QwenImageEditPlusPipeline.load_lora_into_transformer(lora.state, transformer, adapter_name=name, metadata=config)
 
-def load_loras(transformer, paths, scales=None):
-    """Adds these LoRAs to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
-    names = [f"lora{i}" for i in range(len(paths))]
-    for name, path in zip(names, paths):
-        load_lora(transformer, name, *read_lora(path), path)
+def load_loras(transformer, loras, scales=None):
+    """Adds these [Lora] to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
+    names = [f"lora{i}" for i in range(len(loras))]
+    for name, lora in zip(names, loras):
+        load_lora(transformer, name, lora)
     if names:
         transformer.set_adapters(names, scales)
     transformer.eval() # what is new is in training mode
     return names
 
 def load_weights(transformer, state, path):
-    """Fills the adapter "default" with read_lora's tensors, bit for bit."""
+    """Fills the adapter "default" with the tensors of a Lora's state, bit for bit. path: its file, for an error."""
     check_fit(transformer, state, path)
     set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
 
@@ -483,12 +446,12 @@ def save_png(image, path, *texts):
 
 # ==== the command line ================================================================================================
 
-def find_geometry(args):
+def find_geometry(args, loras):
     """The sizes to generate at: those of the flags, else those at which the first LoRA was trained, else stock's."""
     area = "native" if hub.is_tiny(args.model) else 1024 * 1024
     geometry = dict(target_pixels=area, control_pixels=area, upscale=True)
-    for path in reversed(args.lora): # the first one has the last word
-        geometry |= read_lora(path)[1].get("train.geometry") or {}
+    for lora in reversed(loras): # the first one has the last word
+        geometry |= lora.meta.get("train.geometry") or {}
     for name in geometry:
         if getattr(args, name) is not None:
             geometry[name] = getattr(args, name)
@@ -565,9 +528,9 @@ class Picture:
             said["line"] = f"{jobs}:{self.sample.job_fields['line']}"
         return said
 
-def plan_pictures(requests, args, models, loras, code):
+def plan_pictures(requests, args, models, loras):
     """-> [Picture]. requests: plan_requests's; models: {part: hash} of transformer and scheduler; loras: hashes of
-    args.lora, as one that is trained on is another one; code: a hash of the code that draws."""
+    args.lora, as one that is trained on is another one."""
     pictures = []
     for (row, (sample, settings)), seed, scale in product(enumerate(requests), args.seed, args.scales):
         if len(args.seed) > 1: # a line's own seed is the only one
@@ -577,7 +540,7 @@ def plan_pictures(requests, args, models, loras, code):
         encoded = [file.stem for file in cache.files_of(sample)]
         deciding = {name: value for name, value in vars(settings).items() if name != "size_from"}
         key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
-                                 code=code, **deciding)
+                                 code=args.code, **deciding)
         # its title, and the end of its name, where there are several of a sample
         words = []
         end = ""
@@ -593,13 +556,15 @@ def plan_pictures(requests, args, models, loras, code):
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, pipe, transformer_folder, transformer_file, pictures, refuse_replaced):
+def generate(args, pipe, transformer_folder, transformer_file, loras, pictures, refuse_replaced):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
-    others. refuse_replaced() raises InputError if code, LoRAs or models are not what the pictures' keys say."""
+    others. refuse_replaced() raises InputError if code or models are not what the pictures' keys say."""
     problems = []
     try:
         transformer = load_transformer(transformer_folder, args.dtype, file=transformer_file)
-        adapters = load_loras(transformer, args.lora)
+        adapters = load_loras(transformer, loras)
+        for lora in loras:
+            lora.state = None # frees its tensors, as the adapters move to the device
         common.say(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
         # behind the LoRAs, which move to the device with their blocks
         place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
@@ -639,11 +604,12 @@ def main(args):
     devices.start_processes(args)
     first = common.rank() == 0
 
-    # what to generate, at which sizes, with which models. Models and LoRAs are hashed before they are loaded (the sizes
-    # that the first LoRA's header wants are in the pictures' keys, too)
-    code_files = result_files.drawing_files(args)
-    code = result_files.code_hash(code_files)
-    geometry = find_geometry(args)
+    # what to generate, at which sizes, with which models. LoRAs are read once, so they are what their hashes say.
+    # Models are hashed before they are loaded (the sizes that the first LoRA wants are in the pictures' keys, too)
+    loras = [read_lora(path) for path in args.lora]
+    lora_hashes = [lora.hash for lora in loras]
+    common.refuse_differences("--lora", dict(sha256=lora_hashes)) # processes may be on several machines
+    geometry = find_geometry(args, loras)
     samples, problems = dataset.read_samples(args)
     inputs = {path for s in samples for path in (*dataset.pictures_of(s), *s.overlays.values())}
     folder = cache.find_model(args.model, cache.ENCODERS)
@@ -653,24 +619,23 @@ def main(args):
     if transformer_file:
         parts["config"] = transformer_folder / "transformer/config.json"
     hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
-    loras = common.on_first_process(lambda: list(map(file_hash, args.lora)))
     models = common.on_first_process(lambda: dict(zip(parts, map(hash_part, parts.values()))))
 
-    def refuse_replaced(): # on each process, where the same files may lie elsewhere
-        if result_files.code_hash(code_files) != code: # by an editor, in the ten seconds in which the libraries were loaded
+    def refuse_replaced(): # on each process, where the same files may lie elsewhere. (LoRAs are in memory, not mapped)
+        if result_files.code_hash(result_files.drawing_files(args)) != args.code:
             raise InputError("predict.py: the code that draws has changed since this command began; run it again")
-        stat_cache.refuse_changed_files(args.lora, loras, file_hash)
         stat_cache.refuse_changed_files(parts.values(), models.values(), hash_part)
 
     here = base_model.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
-    base_model.warn_other_base(args.lora, here, geometry)
+    base_model.warn_other_base(loras, here, geometry)
     pipe = cache.load_pipeline(folder, args.cache_dir)
     requests, wrong = plan_requests(pipe, samples, geometry, args)
     if first:
         common.print_problems(sample_checks.result_warnings(args, requests))
 
     # a picture for each sample, seed and scale; those that are there already, whole, stay
-    pictures = plan_pictures(requests, args, models, loras, code)
+    pictures = plan_pictures(requests, args, models, lora_hashes)
+
     def find_finished():
         result_files.refuse_names(pictures, inputs, args.jobs or "--image", disk.longest_name(args.out_dir))
         return {p.path for p in pictures if is_finished(p.path, p.key)}
@@ -695,7 +660,7 @@ def main(args):
         mine = encoded[common.rank()::common.world()]
         try:
             if mine:
-                problems += generate(args, pipe, transformer_folder, transformer_file, mine, refuse_replaced)
+                problems += generate(args, pipe, transformer_folder, transformer_file, loras, mine, refuse_replaced)
         except torch.OutOfMemoryError:
             raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload "
                              "or, where it decodes, --vae_device cpu. the same command continues with what is missing")

@@ -451,10 +451,10 @@ def test_lora_loads_in_stock_pipeline(tmp_path):
     base = copy.deepcopy(pipe.transformer)
     ours, by_hand = patched_copy(base), copy.deepcopy(base)
     pipe.load_lora_weights(str(tmp_path / "a"))
-    predict.load_loras(ours, [tmp_path / "a"], [1.0])
+    predict.load_loras(ours, [predict.read_lora(tmp_path / "a")], [1.0])
     state = lora_of(tmp_path / "a")
     layers = sorted({k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in state})
-    assert predict.read_lora(tmp_path / "a")[1]["transformer.target_modules"] == layers # so that a half is noticed
+    assert predict.read_lora(tmp_path / "a").meta["transformer.target_modules"] == layers # so that a half is noticed
     for key in [k for k in state if "lora_A" in k]:
         linear = by_hand.get_submodule(key.removeprefix("transformer.").removesuffix(".lora_A.weight"))
         linear.weight.data += state[key.replace("lora_A", "lora_B")] @ state[key] # 8 / 4 is in lora_B

@@ -43,11 +43,10 @@ from common import InputError, first_words, say, write_file
 from library.cli import command_line, flag_types
 from library.cli.flag_types import key_value, natural, not_negative, number, positive
 from library.data import dataset, stat_cache
-from library.lora import layer_patterns, lora_paths
-from library.lora.lora_paths import LORA_FILE, checkpoints
+from library.lora.lora_paths import LORA_FILE, checkpoints, find_lora
 from library.models import environment
 from library.results.result_files import code_hash
-from training import best_step, optimizers, run_folder
+from training import best_step, lora_args, optimizers, run_folder
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
@@ -115,7 +114,7 @@ peft_args = dict(args.lora_args)
 if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
-layer_patterns.refuse_lora_args(peft_args)
+lora_args.refuse_lora_args(peft_args)
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.num_inference_steps == 1 and not args.shift:
@@ -129,8 +128,8 @@ if not args.use_cache and (args.skip_bad or any(map(flag_types.is_index, args.da
 optimizers.refuse_missing(args, parser)
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
-pretrained_file = lora_paths.find_lora(args.pretrained_lora) if args.pretrained_lora else None
-sample_lora_files = [lora_paths.find_lora(path) for path in args.sample_lora]
+pretrained_file = find_lora(args.pretrained_lora) if args.pretrained_lora else None
+sample_lora_files = [find_lora(path) for path in args.sample_lora]
 run_name = dataset.run_name(args.model, args.data)
 out_dir = run_folder.find(args, run_name)
 dataset.check_datasets(args)
@@ -145,7 +144,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from library.lora import base_model, foreign_loras
+from library.lora import base_model, lora_file
 from library.models import devices
 from training import failures, memory_fit, plan, preflight, resume, validation
 from training.run_log import Log, open_tracker
@@ -157,14 +156,12 @@ if args.plan:
 devices.find_devices(args) # fills in --device, --vae_device, --text_encoder_device and --dtype
 predict.check_file(args)
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
-# LoRAs and models are hashed before they are read, and compared when they are in memory.
-sample_loras = list(map(common.file_hash, sample_lora_files))
-for path in sample_lora_files: # now, as a model may be downloaded next
-    predict.read_lora(path)
-pretrained_hash = pretrained_file and common.file_hash(pretrained_file)
-if pretrained_file: # (tensors, metadata): a finished run's at the scale at which it was trained, like a checkpoint's
-    pretrained = foreign_loras.unfold(pretrained_file, *predict.read_lora(pretrained_file))
-    stat_cache.refuse_changed_files([pretrained_file], [pretrained_hash], common.file_hash)
+# LoRAs are read now, as a model may be downloaded next; and once, so they are what their hashes say.
+sample_loras = [lora_file.read_lora(path) for path in sample_lora_files]
+pretrained = None
+if pretrained_file: # a finished run's comes at the scale at which it was trained, like a checkpoint's
+    pretrained = lora_file.unfold(lora_file.read_lora(pretrained_file))
+pretrained_hash = pretrained.hash if pretrained else None
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
 # In the order of a step, which is in short:
@@ -213,8 +210,8 @@ class Pick:
 @dataclass
 class Item:
     """The tensors of a Pick. I: target tokens, K: tokens of all controls, T: prompt tokens, C: latent channels, J: text
-    channels; base: in --dtype. Python ignores the strings; training/memory_fit.py makes items of zeros by them, to measure
-    memory. A field that few samples have gets a default: in those items it stays at that, and takes none."""
+    channels; base: in --dtype. Python ignores the strings; training/memory_fit.py makes items of zeros by them, to
+    measure memory. A field that few samples have gets a default: in those items it stays at that, and takes none."""
     x0: "float32 I C" # the target's latents, i.e. the data
     noise: "float32 I C"
     velocity: "float32 I C" # what the model should predict: noise - x0; with `preserve` the answer of ask_base
@@ -363,7 +360,7 @@ def learning_rate(n):
 
 # ==== HELPERS, by subject (if you have one GPU, skip what they say about ranks, processes and --fsdp) =================
 
-# ---- checkpoints: the LoRA, and what training/resume.py needs to go on -------------------------------------------------
+# ---- checkpoints: the LoRA, and what training/resume.py needs to go on -----------------------------------------------
 
 def write_checkpoint(path, step, optimizer):
     """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
@@ -386,14 +383,14 @@ def make_model(weights):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: what learns). Without
     weights they are shapes alone."""
     transformer = predict.load_transformer(transformer_folder, args.dtype, weights, transformer_file)
-    if pretrained_file:
-        lora_config = predict.config_of(*pretrained)
+    if pretrained:
+        lora_config = lora_file.config_of(pretrained)
     else:
         lora_config = predict.find_layers(transformer, args.lora_targets)
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | peft_args
-    # that peft found nothing to exclude is fine; of a pattern without a layer refuse_idle speaks, below
+    # that peft found nothing to exclude is fine; of a pattern without a layer refuse_unused_args speaks, below
     warnings.filterwarnings("ignore", "You have passed exclude_modules|The following .*_pattern keys")
     torch.manual_seed(args.seed) # every process makes the same LoRA, so none has to be sent
     try:
@@ -401,11 +398,10 @@ def make_model(weights):
     except Exception as e: # whatever peft raises
         raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); give other "
                          "--lora_args, or another --lora_rank")
-    layer_patterns.refuse_unused_args(peft_args, lora)
-    if pretrained_file and weights:
-        predict.load_weights(transformer, pretrained[0], pretrained_file)
-    predict.load_loras(transformer, sample_lora_files)
-    stat_cache.refuse_changed_files(sample_lora_files, sample_loras, common.file_hash)
+    lora_args.refuse_unused_args(peft_args, lora)
+    if pretrained and weights:
+        predict.load_weights(transformer, pretrained.state, pretrained.path)
+    predict.load_loras(transformer, sample_loras)
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
 
@@ -423,7 +419,7 @@ def check_before_encoding():
 
 def check_before_training():
     """Data, models and checkpoint are known now. InputError says what does not agree, or cannot be saved."""
-    base_model.warn_other_base([*sample_lora_files, pretrained_file], base)
+    base_model.warn_other_base(lora_files, base)
     # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
     common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
     # A checkpoint is written, read back and thrown away, and the optimizer takes steps that are forgotten.
@@ -513,7 +509,7 @@ def step_error(where, what, step, picks, remedy):
     names = ", ".join(f"{p.sample.name}: {p.tokens:,} tokens" for p in picks)
     return InputError(f"{where}: {what} at step {step + 1} ({names}); {remedy}")
 
-# ---- validation: the loss of samples that are not trained; training/validation.py draws them ---------------------------------
+# ---- validation: the loss of samples that are not trained; training/validation.py draws them -------------------------
 
 def validation_due(step):
     """Whether a validation follows this step. (After the last step there is one in any case.)"""
@@ -605,7 +601,9 @@ if encoders:
 # says how the noise levels shift with a picture's size.
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
 transformer, lora = make_model(weights=not args.plan)
-pretrained = None # frees its tensors
+lora_files = [*sample_loras, pretrained] if pretrained else sample_loras
+for file in lora_files:
+    file.state = None # frees its tensors
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)
     raise SystemExit(plan.print_plan(args, transformer, model_folder, epoch, val_samples, plan_step, deal_packs, Item,
@@ -645,7 +643,7 @@ meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **
 
 if val_samples: # a validation also draws pictures
     drawer = validation.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir,
-                               sample_loras, args)
+                               [file.hash for file in sample_loras], args)
 
 # All that could fail hours later fails now, with a line.
 check_before_training()
@@ -737,8 +735,9 @@ try:
         for group in optimizer.param_groups: # the rate is ours: an optimizer's own would be overwritten
             group["lr"] = lr
         # Every process takes this step by itself, and must take the same one, also with an optimizer that draws
-        # numbers. (Python's and numpy's are not seeded: training/preflight.py refuses an optimizer that draws those.) The
-        # step and its number are one statement: whatever fails before or after it, the weights are what `step` says.
+        # numbers. (Python's and numpy's are not seeded: training/preflight.py refuses an optimizer that draws those.)
+        # The step and its number are one statement: whatever fails before or after it, the weights are what `step`
+        # says.
         torch.manual_seed(seed_of("optimizer", step))
         versions_before = failures.versions_of(optimizer, step)
         _, step = optimizer.step(), step + 1

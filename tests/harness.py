@@ -598,17 +598,17 @@ def flip(bit):
 
 def assert_no_flip_is_silent(path, sound, want, bits):
     """Of a LoRA's file, at this path: with one of these bits flipped it is refused with a line, or read as it was ->
-    how many were read. sound: its bytes; want: what predict.read_lora makes of them."""
+    how many were read. sound: its bytes; want: the Lora that it makes of them."""
     passed = 0
     for bit in bits:
         path.write_bytes(flip(bit)(sound))
         try:
-            got, got_meta = predict.read_lora(path)
+            got = predict.read_lora(path)
         except common.InputError as e:
             assert is_one_line(str(e), path)
             continue
-        assert_bitwise(got, want[0])
-        assert got_meta == want[1]
+        assert_bitwise(got.state, want.state)
+        assert got.meta == want.meta
         passed += 1
     return passed
 
@@ -731,7 +731,7 @@ def curve(log):
 
 def lora_of(out_dir):
     """It returns the tensors of a run's LoRA."""
-    return predict.read_lora(out_dir)[0]
+    return predict.read_lora(out_dir).state
 
 def assert_same_run(out_dir, other):
     """Log and final LoRA agree in every bit; the run is finished; nothing is left behind."""

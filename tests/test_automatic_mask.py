@@ -1,7 +1,7 @@
 """
-library/data/automatic_mask.py, and what uses it: automatic masks cover what was edited, and --align repairs what has moved. On
-photographs that scikit-image brings, through JPEG, with edits that no threshold was chosen on (another seed; but the
-photographs are the same).
+library/data/automatic_mask.py, and what uses it: automatic masks cover what was edited, and --align repairs what has
+moved. On photographs that scikit-image brings, through JPEG, with edits that no threshold was chosen on (another seed;
+but the photographs are the same).
 
 $ python -m pytest -q tests/test_automatic_mask.py -s     # a minute; --full: 100 pairs of each kind
 """

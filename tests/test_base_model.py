@@ -10,6 +10,7 @@ import safetensors.torch
 
 import common
 from library.files import tensor_files
+from library.lora import base_model
 import predict
 from tests.harness import (ON_DEVICE, TINY, as_v1, change_weight, copy_model, lora_file, lora_tensors, paint_picture,
                            run_script, save)
@@ -76,8 +77,7 @@ PLUS = dict(model="tiny", pipeline="QwenImageEditPlusPipeline", zero_cond_t=Fals
 SIZES = dict(target_pixels=1024**2, control_pixels="native", upscale=True)
 
 def lines_of(capfd, path, here, geometry=None):
-    base_model.warn_other_base([path, None], here, geometry)
-    from library.lora import base_model
+    base_model.warn_other_base([predict.read_lora(path)], here, geometry)
     return capfd.readouterr().err.splitlines()
 
 def test_the_greatest_difference_is_told_and_only_that(tmp_path, capfd):
@@ -106,14 +106,12 @@ def test_a_second_command_of_a_process_says_it_again(tmp_path):
         assert result.status == 0 and result.err.count("has no effect") == 1, result.err
 
 def test_what_a_file_does_not_say_is_not_compared(tmp_path, capfd):
-    """Files of diffusers, of an older version, and of strangers, who may say anything."""
-    from library.lora import base_model
+    """Files of diffusers, of an older version, and of strangers, who may say anything. (read_lora refuses a geometry
+    that is none.)"""
     for n, train in enumerate([{}, dict(model="tiny", config=dict(model_hash="0123456789abcdef")), dict(model=5),
-                               dict(pipeline=["x"], model_hash={}, geometry=[], areas=3, zero_cond_t="yes")]):
+                               dict(pipeline=["x"], model_hash={}, areas=3, zero_cond_t="yes")]):
         assert not lines_of(capfd, written(tmp_path / f"{n}.safetensors", **train), PLUS, SIZES | dict(
             target_pixels=[1024**2]))
-    (tmp_path / "none.safetensors").write_bytes(b"x")
-    assert base_model.notes_of(tmp_path / "none.safetensors") == {}
 
 @pytest.mark.parametrize("architecture, told", [
     ("Qwen-Image-Edit/lora", True), ("Qwen-Image-Edit-Plus/lora", False), ("Qwen-Image-Edit-2511/lora", True),
@@ -126,7 +124,7 @@ def test_the_architecture_that_musubi_tuner_writes_is_compared(tmp_path, capfd, 
     assert len(lines) == told and all("another model" in line for line in lines)
 
 def test_what_train_py_tells_of_its_base(made):
-    _, meta = predict.read_lora(made.run)
+    meta = predict.read_lora(made.run).meta
     assert meta["train.pipeline"] == "QwenImageEditPlusPipeline" and meta["train.zero_cond_t"] is False
     assert meta["train.model"] == "tiny" and meta["train.model_hash"] == meta["train.config"]["model_hash"]
     assert json.loads((TINY / "model_index.json").read_bytes())["_class_name"] == meta["train.pipeline"]

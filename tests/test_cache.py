@@ -490,7 +490,7 @@ def test_an_index_to_validate_on_brings_its_own_sizes_alone(data, tmp_path):
     val = tmp_path / "c/tiny-val-val.json"
     result = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--val_data", val, *NATIVE)
     assert result.status == 0 and result.globals["geometry"]["target_pixels"] == "native", result.err
-    assert predict.read_lora(tmp_path / "run-0")[1]["train.geometry"]["target_pixels"] == "native"
+    assert predict.read_lora(tmp_path / "run-0").meta["train.geometry"]["target_pixels"] == "native"
 
 def test_an_index_does_not_lend_its_sizes_to_a_dataset_beside_it(data, tmp_path):
     """Datasets to validate on are encoded as the flags say, in whatever order they and indexes are named."""

@@ -14,6 +14,7 @@ from PIL import Image
 
 import cache
 import common
+from library.models import devices
 from library.data import stat_cache
 import predict
 from tests.harness import (ON_DEVICE, TINY, add_item, assert_bitwise, cached_files, change_weight, copy_model,
@@ -72,8 +73,6 @@ def other_words(folder):
 
 # {what is replaced: (how, what the line names)}
 REPLACED = {
-    "LoRA": (other_lora, predict.LORA_FILE),
-    "LoRA, gone": (lambda f: (f / "lora1" / predict.LORA_FILE).unlink(), predict.LORA_FILE),
     "transformer": (lambda f: change_weight(f / "model/transformer"), "transformer"),
     "transformer's config": (lambda f: edit_json(f / "model/transformer/config.json", patch_size=1), "transformer"),
     "transformer, gone": (lambda f: (f / "model/transformer" / WEIGHTS).unlink(), "transformer"),
@@ -82,7 +81,7 @@ REPLACED = {
     "text encoder": (lambda f: change_weight(f / "model/text_encoder"), "text_encoder"),
     "tokenizer": (other_words, "tokenizer"),
     "scheduler": (lambda f: edit_json(f / "model/scheduler/scheduler_config.json", max_shift=2.0), "scheduler")}
-DECODED = {"LoRA", "LoRA, gone", "transformer", "transformer's config", "transformer, gone", "VAE", "VAE, gone"}
+DECODED = {"transformer", "transformer's config", "transformer, gone", "VAE", "VAE, gone"}
 
 def before(monkeypatch, module, name, act, times=1):
     """The function runs as before, but act() comes first, at its first calls."""
@@ -110,23 +109,24 @@ def test_what_changes_while_pictures_are_encoded_is_one_line_and_no_picture(plac
             assert_bitwise(*[safetensors.torch.load_file(f / "cache" / file) for f in (here, place)])
 
 @pytest.mark.parametrize("what, moment", [(what, "encode_samples") for what in sorted(DECODED)] + [
-    ("LoRA", "load_part"), ("transformer", "load_part"), ("VAE", "load_part")])
+    ("transformer", "load_part"), ("VAE", "load_part")])
 def test_what_changes_before_it_is_loaded_is_one_line_and_no_picture(here, monkeypatch, what, moment):
-    """With all encoded already: only the transformer, the LoRA and the VAE, which decodes, are read."""
+    """With all encoded already: only the transformer and the VAE, which decodes, are read."""
     change, named = REPLACED[what]
     before(monkeypatch, cache, moment, functools.partial(change, here))
     result = draw_in(here)
     assert result.status == 1 and is_one_line(result.errors[-1], named, "" if "gone" in what else "changed"), result.err
     assert "Traceback" not in result.err and not list((here / "out").glob("*.png"))
 
-@pytest.mark.parametrize("module, moment", [(common, "start_processes"), (cache, "load_pipeline"),
+@pytest.mark.parametrize("module, moment", [(devices, "start_processes"), (cache, "load_pipeline"),
                                             (cache, "encoder_fingerprints"), (predict, "plan_requests")])
 @pytest.mark.parametrize("what", ["lora1/" + predict.LORA_FILE, "model/model_index.json", "model/vae"])
 def test_what_is_gone_before_it_is_hashed_or_behind_is_one_line(here, monkeypatch, module, moment, what):
     """At any moment, though the line says it in other words where the file was never seen."""
     before(monkeypatch, module, moment, lambda: (here / what).rename(here / "elsewhere"))
     result = draw_in(here)
-    if moment == "plan_requests" and what.endswith("model_index.json"): # all of it has been read
+    is_read = moment == "plan_requests" if what.endswith("model_index.json") else moment != "start_processes"
+    if is_read and not what.endswith("vae"): # all of it is in memory
         assert result.status == 0
         return
     assert result.status == 1 and is_one_line(result.errors[-1], (here / what).name), result.err
@@ -165,19 +165,21 @@ def test_another_machine_has_the_same_files_elsewhere(here, monkeypatch, script,
     if change:
         assert is_one_line(result.errors[-1], here / "model/transformer", "changed"), result.err
 
-def test_a_lora_that_was_replaced_and_put_back_has_left_no_wrong_picture(here, monkeypatch):
-    """The report: the old file put back, and the same command, said that the other LoRA's pictures were its own."""
+@pytest.mark.parametrize("change", ["other", "gone"])
+@pytest.mark.parametrize("moment", ["encode_samples", "load_part"])
+def test_a_lora_that_changes_when_it_has_been_read_changes_no_picture(here, monkeypatch, moment, change):
+    """What is in memory is what was hashed: the picture and its key are the first LoRA's; the second one draws anew."""
     lora = here / "lora1" / predict.LORA_FILE
-    sound = lora.read_bytes()
     want = draw_in(here, "--out_dir", here / "want")
-    before(monkeypatch, cache, "encode_samples", functools.partial(other_lora, here))
-    result = draw_in(here)
-    assert result.status == 1 and is_one_line(result.errors[-1], lora, "changed", "same command"), result.err
-    lora.write_bytes(sound)
-    again = draw_in(here)
-    assert want.status == again.status == 0 and "there already" not in again.out
-    pictures = [Image.open(here / name / "a.png").tobytes() for name in ("want", "out")]
-    assert pictures[0] == pictures[1]
+    with monkeypatch.context() as patch:
+        before(patch, cache, moment, functools.partial(other_lora, here) if change == "other" else lora.unlink)
+        result = draw_in(here)
+    assert want.status == result.status == 0, result.err
+    pictures = [Image.open(here / name / "a.png") for name in ("want", "out")]
+    assert pictures[0].info["key"] == pictures[1].info["key"] and pictures[0].tobytes() == pictures[1].tobytes()
+    if change == "other":
+        again = draw_in(here, "--out_dir", here / "again")
+        assert again.status == 0 and Image.open(here / "again/a.png").tobytes() != pictures[0].tobytes(), again.err
 
 @pytest.mark.parametrize("change", [
     lambda file: change_weight_of(file), shrink, lambda file: file.unlink(), lambda file: file.write_bytes(b"x")],
@@ -204,22 +206,36 @@ TRAINED = {
                   "encode_samples", "scheduler"),
     "VAE of the validation": (lambda f: change_weight(f / "model/vae"), predict, "place_transformer", "vae"),
     "VAE": (lambda f: change_weight(f / "model/vae"), cache, "encode_files", "vae"),
-    "text encoder": (lambda f: change_weight(f / "model/text_encoder"), cache, "encode_files", "text_encoder"),
-    "LoRA to start from": (other_lora, predict, "read_lora", predict.LORA_FILE),
-    "LoRA of the pictures": (other_lora, cache, "encode_samples", predict.LORA_FILE)}
+    "text encoder": (lambda f: change_weight(f / "model/text_encoder"), cache, "encode_files", "text_encoder")}
 
 @pytest.mark.parametrize("what", TRAINED)
 def test_a_training_on_what_changes_before_its_first_step_is_one_line_and_no_step(here, monkeypatch, what):
     change, module, moment, named = TRAINED[what]
-    flag = {"LoRA to start from": "--pretrained_lora", "LoRA of the pictures": "--sample_lora"}.get(what)
     if moment == "encode_files":
         shutil.rmtree(here / "cache")
     before(monkeypatch, module, moment, functools.partial(change, here))
-    more = [flag, here / "lora1"] if flag else []
-    result = train_in(here, *more)
+    result = train_in(here)
     assert result.status == 1 and is_one_line(result.errors[-1], named, "changed"), result.err
     assert "Traceback" not in result.err and not list((here / "run").glob("[!.]*")) # the same command may run again
     assert not list((here / "cache").glob(".planned-*"))
+
+def test_loras_that_change_when_they_have_been_read_change_no_training(here, monkeypatch):
+    """--pretrained_lora and --sample_lora, both replaced while the cache is filled."""
+    def replace_both():
+        for n in (1, 2):
+            lora_file(here / f"lora{n}", {k: 0.3 * v for k, v in lora_tensors().items()})
+    flags = ["--pretrained_lora", here / "lora1", "--sample_lora", here / "lora2"]
+    want = train_in(here, *flags)
+    shutil.move(here / "run", here / "want")
+    before(monkeypatch, cache, "encode_samples", replace_both)
+    got = train_in(here, *flags)
+    assert want.status == got.status == 0, got.err
+    assert_bitwise(lora_of(here / "run"), lora_of(here / "want"))
+    assert got.globals["config"]["pretrained_hash"] == want.globals["config"]["pretrained_hash"]
+    pictures = [path.relative_to(here / "want") for path in here.glob("want/samples/*/data/*.png")]
+    assert pictures
+    for file in pictures:
+        assert Image.open(here / "run" / file).tobytes() == Image.open(here / "want" / file).tobytes()
 
 def test_what_is_replaced_when_it_has_been_read_stops_nothing_and_changes_nothing(here, monkeypatch):
     """Overwritten in place and shorter, as cp does it, when the first step is loaded. In the files' own dtype nothing
@@ -252,11 +268,10 @@ def test_a_run_folders_lora_is_looked_up_once(here, monkeypatch):
         shutil.copy(here / "lora2" / predict.LORA_FILE, run / "checkpoint-000002")
     before(monkeypatch, cache, "encode_samples", newer)
     seen, real = [], predict.read_lora
-    monkeypatch.setattr(predict, "read_lora", lambda path: seen.append(str(path)) or real(path))
+    monkeypatch.setattr("library.lora.lora_file.read_lora", lambda path: seen.append(str(path)) or real(path))
     result = train_in(here, "--sample_lora", run)
     assert result.status == 0, result.err
-    of_run = [path for path in seen if path.startswith(str(run))] # (training/preflight.py reads what it has written)
-    assert {path.rpartition("checkpoint-")[2][:6] for path in of_run} == {"000001"}
+    assert seen == [str(run / "checkpoint-000001" / predict.LORA_FILE)]
     assert result.globals["drawer"].sample_loras == [common.file_hash(run / "checkpoint-000001" / predict.LORA_FILE)]
 
 def test_an_index_names_the_encoders_that_have_encoded(here, monkeypatch):

@@ -51,7 +51,7 @@ def test_a_peft_folder_keeps_the_scale_of_its_config_in_every_form(tmp_path, con
     lora = peft_folder(tmp_path, lora_tensors(), **config) / ("adapter_model.safetensors" if scale == 3 else "")
     for n, to in enumerate(["diffusers", "comfyui", "diffusers"]):
         convert(lora, "--to", to, "--out", file := tmp_path / f"{n}.safetensors")
-        predict.load_loras(transformer := predict.load_transformer(TINY, "float32"), [file], [1.0])
+        predict.load_loras(transformer := predict.load_transformer(TINY, "float32"), [predict.read_lora(file)])
         assert_effect(transformer, lora_tensors(), scale)
         lora = file
 
@@ -59,12 +59,12 @@ def test_a_comfyui_file_is_the_same_lora_in_stock(tmp_path, two_loras):
     """Its scale is alpha / rank in every layer, of rsLoRA too; what the training noted is kept."""
     for path, alpha in zip(two_loras, (8, 16)):
         sizes = dict(target_pixels="native", control_pixels=64 * 64, upscale=True)
-        notes = predict.read_lora(path)[1] | {"train.geometry": sizes}
+        notes = predict.read_lora(path).meta | {"train.geometry": sizes}
         ours, file = lora_file(tmp_path, load_file(path), **notes), tmp_path / f"{alpha}.safetensors"
         convert(ours, "--to", "comfyui", "--out", file)
         assert {f"diffusion_model.{name}.alpha": alpha for name in layers_of(load_file(path))} == {
             k: v.item() for k, v in load_file(file).items() if "lora_" not in k}
-        train = {k: v for k, v in predict.read_lora(file)[1].items() if k.startswith("train.")}
+        train = {k: v for k, v in predict.read_lora(file).meta.items() if k.startswith("train.")}
         assert train == {"train.geometry": sizes}
         got, want = predict_with(TINY, file), predict_with(TINY, path)
         show("ComfyUI's form, from diffusers'", rel(got, want), 1e-5)
@@ -126,7 +126,7 @@ def trained(method, **config):
 
 def changes_of(file):
     """A LoRA file -> the layers' changes of the weights."""
-    predict.load_loras(transformer := predict.load_transformer(TINY, "float32"), [file], [1.0])
+    predict.load_loras(transformer := predict.load_transformer(TINY, "float32"), [predict.read_lora(file)])
     layers = {name: m for name, m in transformer.named_modules() if "lora0" in getattr(m, "lora_A", {})}
     return {name: m.get_delta_weight("lora0").detach() for name, m in layers.items()}
 
@@ -189,9 +189,8 @@ def test_a_lokr_is_converted_for_comfyui_merged_and_loaded(tmp_path, capsys):
     assert off({k: merged[f"{k}.weight"] - base[f"{k}.weight"].float() for k in want}, want)[0] < 1e-5
     capsys.readouterr()
     other = as_lycoris(folder, tmp_path / "other.safetensors", 6)
-    for path in (other, folder): # as --lora, with one line that says how far off; it is decomposed once
-        for _ in range(2):
-            assert off(changes_of(path), want)[0] < 1e-5
+    for path in (other, folder): # as --lora, with one line that says how far off
+        assert off(changes_of(path), want)[0] < 1e-5
         out = capsys.readouterr().out
         assert len(out.splitlines()) == 1 and "at most rank 64" in out and "0.00% off" in out, out
 
@@ -277,7 +276,8 @@ def test_a_merge_in_fp32_is_peft_s(tmp_path, three_loras):
     """Scales of 0 and below, too. It loses nothing, and the line says so."""
     paths, scales = three_loras[0], [0.7, 0.0, -1.3]
     got, said, _ = merged(tmp_path, paths, scales, "float32")
-    predict.load_loras(transformer := predict.load_transformer(TINY, "float32"), paths, scales)
+    transformer = predict.load_transformer(TINY, "float32")
+    predict.load_loras(transformer, list(map(predict.read_lora, paths)), scales)
     transformer.fuse_lora()
     transformer.unload_lora()
     want = transformer.state_dict()
@@ -346,12 +346,12 @@ def test_a_lora_is_read_once(tmp_path, two_loras, monkeypatch, to):
     shutil.copy(two_loras[0], file := tmp_path / "a.safetensors")
     real = predict.read_lora
 
-    def read_lora(path):
-        read = real(path)
+    def read_lora(*args):
+        read = real(*args)
         save_file(lora_tensors(rank=1, names=["attn.to_k"]), file)
         return read
     with monkeypatch.context() as patch:
-        patch.setattr(predict, "read_lora", read_lora)
+        patch.setattr("library.lora.lora_file.read_lora", read_lora)
         convert(file, "--to", to, "--out", tmp_path / "out.safetensors")
     convert(two_loras[0], "--to", to, "--out", tmp_path / "want.safetensors")
     got, want = [load_file(path / WEIGHTS if to == "model" else path)
@@ -373,32 +373,20 @@ def test_a_lokr_s_file_is_opened_once(tmp_path, monkeypatch, flags):
     convert(file, *flags, "--to", "diffusers", "--out", tmp_path / "out.safetensors")
     assert opened.count(str(file)) == 1
 
-def test_of_decomposed_lokrs_the_last_two_are_kept(tmp_path, capsys):
-    """Each takes a minute, and hundreds of MB."""
-    model, _ = trained(peft.LoKrConfig, r=4, alpha=6)
-    model.save_pretrained(folder := tmp_path / "peft")
-    files = [as_lycoris(folder, tmp_path / f"{n}.safetensors", n) for n in (1, 2, 3)]
-
-    def is_decomposed(file):
-        predict.read_lora(file)
-        return "at most rank 64" in capsys.readouterr().out
-    assert [is_decomposed(file) for file in [*files, *files[1:], files[0], files[0]]] == [True] * 3 + [False] * 2 + [
-        True, False]
-
 @pytest.mark.parametrize("what", ["file", "empty folder", "folder"])
 @pytest.mark.parametrize("to", ["model", "comfyui"])
 def test_what_has_come_to_out_meanwhile_stays(tmp_path, two_loras, monkeypatch, to, what):
     """Two commands may have been given one name; the second one to finish says so."""
     out, real = tmp_path / "o/a.safetensors", predict.read_lora
 
-    def read_lora(path):
+    def read_lora(*args):
         out.parent.mkdir()
         if what == "file":
             out.write_text("mine", "utf-8")
         else:
             (out / ("mine" if what == "folder" else "")).mkdir(parents=True)
-        return real(path)
-    monkeypatch.setattr(predict, "read_lora", read_lora)
+        return real(*args)
+    monkeypatch.setattr("library.lora.lora_file.read_lora", read_lora)
     result = run_script("tools/convert_lora.py", two_loras[0], "--to", to, "--out", out)
     assert result.status == 1 and is_one_line(result.errors[-1], out, "already exists"), result.err
     assert [path.name for path in out.parent.iterdir()] == [out.name]
@@ -425,6 +413,6 @@ def test_a_model_that_changes_while_it_is_merged_becomes_none(tmp_path, two_lora
 def test_a_file_that_cannot_be_written_leaves_no_empty_one(tmp_path, two_loras, monkeypatch):
     def fails(*_):
         raise common.InputError("disk: full; free some space")
-    monkeypatch.setattr(common, "write_file", fails)
+    monkeypatch.setattr("library.files.tensor_files.write_file", fails)
     result = run_script("tools/convert_lora.py", two_loras[0], "--to", "diffusers", "--out", tmp_path / "a.safetensors")
     assert result.status == 1 and "disk" in result.errors[-1] and not list(tmp_path.iterdir())

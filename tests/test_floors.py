@@ -10,7 +10,8 @@ import pytest
 
 from tests.harness import HERE
 
-# From the ground up. A room may import what stands on a lower floor, and its neighbours, as long as that makes no circle.
+# From the ground up. A room may import what stands on a lower floor, and its neighbours, as long as that makes no
+# circle.
 FLOORS = [["common.py", "rope_patch.py"], ["library/__init__.py", "library/files/"], ["library/models/"],
           ["library/cli/"], ["library/data/"], ["library/lora/", "library/results/"], ["cache.py"], ["predict.py"],
           ["training/"], ["train.py"], ["tools/"]]

@@ -23,7 +23,8 @@ import torch
 
 import common
 from library.files import sniff, tensor_files
-from library.lora import foreign_loras, layer_patterns, lora_paths
+from library.lora import foreign_loras, lora_paths, peft_config
+from library.lora.lora_file import unfold
 from training import resume, run_folder
 import predict
 from tests.fuzz import fuzz, nested
@@ -264,7 +265,7 @@ def test_a_lora_with_holes_is_not_read(tmp_path):
 def test_many_large_matrices_with_holes_are_not_read(tmp_path, monkeypatch):
     """Each is one that a layer could have."""
     header, end, bytes_of_one = {}, 0, 4 * 3000 * 20_000
-    monkeypatch.setattr(foreign_loras, "MOST_BYTES", 2**30) # else the file would need 32 GB of address space
+    monkeypatch.setattr("library.lora.lora_file.MOST_BYTES", 2**30) # else the file would need 32 GB of address space
     for n in range(5):
         header[f"transformer.transformer_blocks.{n}.attn.to_q.lora_A.weight"] = dict(
             dtype="F32", shape=[3000, 20_000], data_offsets=[end, end + bytes_of_one])
@@ -537,12 +538,12 @@ def test_many_patterns_and_wildcards_end_soon(tmp_path):
     for patterns in ({f".*{n}.*x{n}": 1 for n in range(20)}, {name: 1 for name in layers},
                      {f"^({'|'.join(layers)})": 1}, {f"x\\d+{n}": 1 for n in range(2000)}):
         begun = time.process_time()
-        read = layer_patterns.read_patterns(patterns, "rank_pattern")
-        assert [layer_patterns.of_layer(read, layer, 0) for layer in layers]
+        read = peft_config.read_patterns(patterns, "rank_pattern")
+        assert [peft_config.number_of_layer(read, layer, 0) for layer in layers]
         assert time.process_time() - begun < 10
     for patterns in ({f".*{n}": 1 for n in range(50)}, {f"x{n}": 1 for n in range(3000)}, {"x" * 300_000: 1}):
         with pytest.raises(ValueError, match="too many"):
-            layer_patterns.read_patterns(patterns, "rank_pattern")
+            peft_config.read_patterns(patterns, "rank_pattern")
 
 def test_a_long_pattern_for_many_layers_is_one_line_at_once(tmp_path):
     """Each of 10,000 layers would go through 200,000 letters; and ours for all layers of the real model are taken."""
@@ -554,9 +555,9 @@ def test_a_long_pattern_for_many_layers_is_one_line_at_once(tmp_path):
         predict.read_lora(path)
     linears = [name for name in foreign_loras.layer_names().values() if ".0." in name]
     names = [name.replace(".0.", f".{b}.", 1) for b in range(60) for name in linears]
-    patterns = foreign_loras.meta_of({name: n % 8 for n, name in enumerate(names)})["transformer.alpha_pattern"]
+    patterns = foreign_loras.alpha_meta({name: n % 8 for n, name in enumerate(names)})["transformer.alpha_pattern"]
     config = dict(r=1, lora_alpha=1, rank_pattern={pattern: 1 for pattern in patterns}, alpha_pattern=patterns)
-    foreign_loras.checked("x", config, len(names))
+    peft_config.check_config("x", config, len(names))
 
 def test_many_small_tensors_are_one_line_at_once(tmp_path):
     header = {f"t{n}": dict(dtype="F32", shape=[0], data_offsets=[0, 0]) for n in range(100_000)}
@@ -568,21 +569,21 @@ def test_a_folded_scale_beyond_what_can_be_trained_is_one_line(tmp_path, scale, 
     """The scale alone is in its limits; alpha is not, or lora_B overflows."""
     tensors = {key: torch.full_like(value, b) for key, value in lora_tensors(rank=16).items()}
     folded = dict.fromkeys(layers_of(tensors), scale)
-    state, meta = predict.read_lora(lora_file(tmp_path, tensors, **{"train.folded": folded}))
-    with refused("x.safetensors", "train.folded"):
-        foreign_loras.unfold("x.safetensors", state, meta)
+    lora = predict.read_lora(lora_file(tmp_path, tensors, **{"train.folded": folded}))
+    with refused(lora.path, "train.folded"):
+        unfold(lora)
 
 def test_what_reaches_peft_are_patterns_of_our_own(tmp_path):
     path = save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(
         r=2, lora_alpha=2, alpha_pattern={".*\\d+.attn.to_q": 4}, target_modules="(.+)+!", exclude_modules="(.+)+!",
         layers_to_transform=[0], layers_pattern="(.+)+!", lora_dropout=0.5, modules_to_save=["img_in"]))
-    config = predict.config_of(*predict.read_lora(path))
+    config = predict.config_of(predict.read_lora(path))
     blocks = [f"transformer_blocks.{b}.attn.to_q" for b in (0, 1)]
     assert config["alpha_pattern"] == {f"^({'|'.join(map(re.escape, blocks))})": 4}
     assert not {"exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"} & config.keys()
     assert sorted(config["target_modules"]) == layers_of(lora_tensors())
     with within(30):
-        predict.load_loras(predict.load_transformer(TINY, "float32"), [path])
+        predict.load_loras(predict.load_transformer(TINY, "float32"), [predict.read_lora(path)])
 
 KEYS = [".lora_" * 20_000, "lora" * 20_000 + "x", "transformer." * 20_000 + "img_in.lora_A.weight", "lora_A." * 20_000,
         "transformer_blocks." + "9" * 5000 + ".attn.to_q.lora_A.weight", ".lora_A.weight" * 9000, "_lora." * 20_000,
@@ -621,7 +622,7 @@ def test_a_lora_of_no_rank_or_too_high_a_rank_is_one_line(tmp_path, kind):
     for header in (None, of_diffusers(r=len(a), lora_alpha=1)):
         path = save(tmp_path / "x.safetensors", {f"{LAYER}.lora_A.weight": a, f"{LAYER}.lora_B.weight": b}, header)
         with refused(path):
-            predict.load_loras(predict.load_transformer(TINY, "float32", weights=False), [path])
+            predict.load_loras(predict.load_transformer(TINY, "float32", weights=False), [predict.read_lora(path)])
 
 FACTORS = { # of a LoKr or LoHa: shapes, each of a few KB
     "kron of columns": dict(lokr_w1=(10**5, 1), lokr_w2=(10**5, 1)),
@@ -651,6 +652,8 @@ GEOMETRIES = [["x"], "abc", -4, None, True, {}, dict(target_pixels=10**9), dict(
               dict(upscale="yes"), dict(control_pixels={"a": 1}), dict(control_pixels=None), dict(control_pixels=31),
               dict(control_pixels=10**400), dict(evil=1)]
 
+NO_SIZES = SimpleNamespace(model="tiny", target_pixels=None, control_pixels=None, upscale=None) # predict.py's flags
+
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda value: str(value)[:40])
 def test_a_lora_s_sizes_are_such_as_the_flags_take_or_one_line(tmp_path, geometry):
     """In a file of ours, whose digest is right, in one of diffusers, and in one that other programs write."""
@@ -661,12 +664,11 @@ def test_a_lora_s_sizes_are_such_as_the_flags_take_or_one_line(tmp_path, geometr
     tensor_files.write_tensors(file, lora_tensors(), meta, "lora_adapter_metadata")
     others = save(tmp_path / "y.safetensors", lora_tensors(prefix="diffusion_model."), dict(train=json.dumps(meta)))
     for path in (file, lora_file(tmp_path, lora_tensors(), **meta), others):
-        args = SimpleNamespace(model="tiny", lora=[path], target_pixels=None, control_pixels=None, upscale=None)
         if geometry is None: # says nothing
-            assert predict.find_geometry(args)["target_pixels"] == ["native"]
+            assert predict.find_geometry(NO_SIZES, [predict.read_lora(path)])["target_pixels"] == ["native"]
             continue
         with refused(path, "geometry"):
-            predict.find_geometry(args)
+            predict.read_lora(path)
 
 @pytest.mark.parametrize("name", ["lora_adapter_metadata", "train"])
 def test_deep_json_in_a_header_is_no_traceback(tmp_path, name):
@@ -688,9 +690,9 @@ META = {f"transformer.{k}": v for k, v in dict(
 
 def all_of(path):
     """What predict.py does with a LoRA's file before it draws."""
-    predict.config_of(*predict.read_lora(path))
-    args = SimpleNamespace(model="tiny", lora=[path], target_pixels=None, control_pixels=None, upscale=None)
-    predict.find_geometry(args)
+    lora = predict.read_lora(path)
+    predict.config_of(lora)
+    predict.find_geometry(NO_SIZES, [lora])
 
 def test_fuzz_of_a_lora_s_metadata(tmp_path):
     """Of diffusers, of ours with the right digest, and as flat texts."""

@@ -24,6 +24,7 @@ import common
 from library.cli import flag_types
 from library.files import tensor_files
 from library.lora import foreign_loras
+from library.lora.lora_file import unfold
 from library.lora.lora_linear import LoraLinear
 import predict
 import rope_patch
@@ -35,7 +36,7 @@ from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert
 def tiny_with(path, scale=1.0):
     """The tiny transformer with this LoRA."""
     transformer = predict.load_transformer(TINY, DTYPE_NAME)
-    predict.load_loras(transformer, [path], [scale])
+    predict.load_loras(transformer, [predict.read_lora(path)], [scale])
     return predict.place_transformer(transformer, DEVICE)
 
 # ---- files of other tools --------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def assert_same_changes(got, want, limit=1e-6):
 
 def tiny_in_fp32(paths, scales=None):
     transformer = predict.load_transformer(TINY, "float32")
-    predict.load_loras(transformer, paths, scales)
+    predict.load_loras(transformer, list(map(predict.read_lora, paths)), scales)
     return transformer
 
 SOME_ALPHAS = ["ComfyUI, some alphas", "ComfyUI, two alphas", "kohya, some alphas"]
@@ -188,8 +189,8 @@ def test_a_lora_of_any_tool_has_its_strength_in_every_layer(tmp_path, kind, capf
     both = tiny_in_fp32([other, path], [1.0, 0.25])
     assert_same_changes(changes_of(both, "lora1"), {layer: change / 4 for layer, change in want.items()})
     transformer = predict.load_transformer(TINY, "float32")
-    predict.add_lora(transformer, **predict.config_of(*predict.read_lora(path)))
-    predict.load_weights(transformer, predict.read_lora(path)[0], path)
+    predict.add_lora(transformer, **predict.config_of(predict.read_lora(path)))
+    predict.load_weights(transformer, predict.read_lora(path).state, path)
     assert_same_changes(changes_of(transformer, "default"), want)
 
 def comfyui_changes(path):
@@ -387,21 +388,21 @@ def rewritten(path, change=dict, **entries):
 
 def test_our_lora_with_an_edited_header_or_cast_loads_with_one_line(own, capfd):
     """Its tensors and our own entry are intact, or it was cast as a whole; the alpha is kept."""
-    want, wanted_meta = predict.read_lora(own)
+    want = predict.read_lora(own)
     assert not capfd.readouterr().err
     edited = rewritten(own, **{"modelspec.title": "snow", "format": "pt"})
     for _ in range(2):
-        state, meta = predict.read_lora(edited)
-    assert_bitwise(state, want)
+        lora = predict.read_lora(edited)
+    assert_bitwise(lora.state, want.state)
     error = capfd.readouterr().err
-    assert meta == wanted_meta and error.startswith(f"warning: {edited}: ") and "header was edited" in error
+    assert lora.meta == want.meta and error.startswith(f"warning: {edited}: ") and "header was edited" in error
     assert len(error.splitlines()) == 1
     for dtype in (torch.float16, torch.bfloat16, E4M3):
         file = rewritten(own, lambda t: cast(t, dtype), **{"modelspec.title": str(dtype)})
         got = changes_of(tiny_in_fp32([file]))
-        truth = {k: v.to(dtype).double() for k, v in want.items()}
+        truth = {k: v.to(dtype).double() for k, v in want.state.items()}
         assert_same_changes(got, {name: 1.5 * truth[f"transformer.{name}.lora_B.weight"] @ truth[
-            f"transformer.{name}.lora_A.weight"] for name in layers_of(want)})
+            f"transformer.{name}.lora_A.weight"] for name in layers_of(want.state)})
         error = capfd.readouterr().err
         assert "was cast from torch.float32" in error and len(error.splitlines()) == 1, error
 
@@ -487,8 +488,8 @@ def test_a_resized_run_s_file_goes_on_as_the_same_change(tmp_path, own):
     predict.add_lora(transformer, r=2, lora_alpha=4, target_modules=["1.attn.to_q"], init_lora_weights=False)
     predict.save_lora(own, transformer, dict(step=3), fold=True)
     file = rewritten(own, lambda t: resized(t, 1))
-    state, meta = foreign_loras.unfold(file, *predict.read_lora(file))
-    config = predict.config_of(state, meta)
+    lora = unfold(predict.read_lora(file))
+    config, state = predict.config_of(lora), lora.state
     assert config["r"] == 1 and config["lora_alpha"] == 2 # alpha / rank is 2, as it was trained
     a, b = [state[f"transformer.transformer_blocks.1.attn.to_q.lora_{half}.weight"] for half in "AB"]
     raw = safetensors.torch.load_file(file)
@@ -497,14 +498,14 @@ def test_a_resized_run_s_file_goes_on_as_the_same_change(tmp_path, own):
     assert_bitwise(2 * b, b0)
 
 @pytest.mark.parametrize("module, name, is_ours", [
-    (common, "read_tensors", True), (foreign_loras, "is_plain", True), (foreign_loras, "is_plain", False),
-    (foreign_loras, "diffusers_meta", False)])
+    ("files.tensor_files", "read_tensors", True), ("lora.lora_file", "is_plain", True),
+    ("lora.lora_file", "is_plain", False), ("lora.lora_file", "diffusers_meta", False)])
 def test_a_bug_where_loras_are_read_is_not_taken_for_a_fault_of_the_file(own, tmp_path, monkeypatch, module, name,
                                                                          is_ours):
     """It shows with its own words, as whatever is wrong in what a person has changed there."""
     def planted(*_, **__):
         raise AttributeError("a bug")
-    monkeypatch.setattr(module, name, planted)
+    monkeypatch.setattr(f"library.{module}.{name}", planted)
     with pytest.raises(AttributeError, match="a bug"):
         predict.read_lora(own if is_ours else lora_file(tmp_path, lora_tensors()))
 
@@ -584,7 +585,7 @@ def test_a_safetensors_file_of_anything_else_is_one_line(tmp_path):
 
 def test_an_entry_of_another_program_that_is_called_as_ours_is_not_read(tmp_path):
     safetensors.torch.save_file(as_comfyui(lora_tensors()), tmp_path / "x.safetensors", metadata=dict(train="3 steps"))
-    _, meta = predict.read_lora(tmp_path / "x.safetensors")
+    meta = predict.read_lora(tmp_path / "x.safetensors").meta
     assert not [key for key in meta if key.startswith("train.")]
 
 def test_a_path_of_any_bytes_is_read(tmp_path):
@@ -596,14 +597,14 @@ def test_a_path_of_any_bytes_is_read(tmp_path):
                   lambda path: tensor_files.write_tensors(path, lora_tensors(), meta, "lora_adapter_metadata")):
         write(tmp_path / "x.safetensors")
         os.replace(tmp_path / "x.safetensors", path)
-        assert_bitwise(predict.read_lora(path)[0], lora_tensors())
+        assert_bitwise(predict.read_lora(path).state, lora_tensors())
 
 def test_a_lora_s_file_can_be_replaced_while_its_tensors_are_in_use(tmp_path):
     """They are read once, and not mapped."""
     path = lora_file(tmp_path, lora_tensors())
     for write in (lambda t: t, as_comfyui):
         safetensors.torch.save_file(write(lora_tensors()), path)
-        state, _ = predict.read_lora(path)
+        state = predict.read_lora(path).state
         path.write_bytes(bytes(path.stat().st_size))
         assert_bitwise(state, lora_tensors())
 
@@ -611,7 +612,7 @@ def test_a_folder_without_a_lora_of_its_name_names_the_file_that_is_there(tmp_pa
     safetensors.torch.save_file(lora_tensors(), tmp_path / "snow.safetensors")
     with refused(tmp_path, f"; give {tmp_path / 'snow.safetensors'}"):
         predict.find_lora(tmp_path)
-    assert_bitwise(predict.read_lora(tmp_path / "snow.safetensors")[0], lora_tensors())
+    assert_bitwise(predict.read_lora(tmp_path / "snow.safetensors").state, lora_tensors())
 
 @pytest.mark.parametrize("meta", ["{", "[]", "5", "null", '{"transformer.r": 2}', '{"transformer.rank_pattern": 3}'])
 def test_a_lora_with_strange_metadata_is_no_traceback(tmp_path, meta):
@@ -702,9 +703,9 @@ def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, kind, caplog
     train_log(tmp_path / "r", *again, "--max_steps", 1)
     assert curve(train_log(tmp_path / "r", *again, "--max_steps", 2, "--resume")) == curve(log_of(tmp_path / "a"))
     assert_bitwise(lora_of(tmp_path / "r"), lora_of(tmp_path / "a"))
-    meta = predict.read_lora(tmp_path / "a")[1]
-    lora_args = [list(flag_types.key_value(text)) for text in flags[5:]]
-    assert meta["train.config"]["lora_args"] == lora_args and meta["train.config"]["data_hash"]
+    meta = predict.read_lora(tmp_path / "a").meta
+    peft_args = [list(flag_types.key_value(text)) for text in flags[5:]]
+    assert meta["train.config"]["lora_args"] == peft_args and meta["train.config"]["data_hash"]
     assert {"torch", "peft"} <= meta["train.versions"].keys()
     assert abs(want / stock_loss(run.globals) - 1) > 1e-4
     for path in (tmp_path / "a", tmp_path / "a/checkpoint-000002"):
@@ -751,10 +752,10 @@ def test_a_lora_s_dropout_is_the_training_s_alone(tmp_path):
     also where another program's file still says it."""
     run, _ = short_run(tmp_path, "--lora_dropout", 0.5)
     assert stock_loss(run.globals, tmp_path / "a") == stock_loss(run.globals, tmp_path / "a")
-    state, meta = predict.read_lora(tmp_path / "a")
-    assert meta["transformer.lora_dropout"] == 0 and meta["train.config"]["lora_dropout"] == 0.5
-    meta = {k: v for k, v in meta.items() if k.startswith("transformer.")} | {"transformer.lora_dropout": 0.5}
-    transformer = tiny_with(lora_file(tmp_path, state, **meta))
+    lora = predict.read_lora(tmp_path / "a")
+    assert lora.meta["transformer.lora_dropout"] == 0 and lora.meta["train.config"]["lora_dropout"] == 0.5
+    meta = {k: v for k, v in lora.meta.items() if k.startswith("transformer.")} | {"transformer.lora_dropout": 0.5}
+    transformer = tiny_with(lora_file(tmp_path, lora.state, **meta))
     assert not any(isinstance(m, torch.nn.Dropout) and m.p for m in transformer.modules())
     assert loss_of(transformer, run.globals) == loss_of(transformer, run.globals)
 
@@ -834,7 +835,7 @@ def test_the_loras_of_a_block_are_cast_together(monkeypatch):
     def compute(together, recomputed):
         with monkeypatch.context() as patch:
             if not together:
-                patch.setattr("library.lora.lora_linear.cast_together", lambda blocks: None)
+                patch.setattr("library.lora.lora_linear.share_casts", lambda blocks: None)
             model = patched_copy(hot_model("2511", dtype=torch.bfloat16, num_layers=3)).requires_grad_(False).train()
             torch.manual_seed(0)
             weights = predict.add_lora(model, r=4, init_lora_weights=False, target_modules=[

@@ -85,7 +85,8 @@ def test_a_file_of_a_newer_format_is_said_to_be_newer(tmp_path, monkeypatch):
     run = tmp_path / "run/checkpoint-000002"
     tensor_files.write_tensors(run / predict.LORA_FILE, tensors, {"train.step": 2}, "lora_adapter_metadata")
     monkeypatch.undo()
-    for read in (lambda: predict.read_lora(path), lambda: tensor_files.read_tensors(tmp_path / "k.safetensors", key="k"),
+    for read in (lambda: predict.read_lora(path),
+                 lambda: tensor_files.read_tensors(tmp_path / "k.safetensors", key="k"),
                  lambda: resume.read_checkpoint(run)):
         with pytest.raises(tensor_files.OtherVersion) as e:
             read()

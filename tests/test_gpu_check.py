@@ -21,8 +21,8 @@ from tools import bench_common, gpu_numbers
 
 on_imitated_card = pytest.mark.skipif(bool(guard.why_not()), reason=f"{guard.why_not()}")
 TWO_CARDS = dict(gib=140.4, cards=2)
-# Two blocks; FA3 is there; nothing is compiled (test_compilation.py does that); other programs end at once, with what the
-# tool reads of them; each step is timed once; and the memory of a third block, times no block, is not counted.
+# Two blocks; FA3 is there; nothing is compiled (test_compilation.py does that); other programs end at once, with what
+# the tool reads of them; each step is timed once; and the memory of a third block, times no block, is not counted.
 PRELUDE = """
 import subprocess
 from training import plan

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import yaml
 from PIL import Image, ImageOps
 
 from library.data import picture_files
@@ -23,7 +22,7 @@ from library.data.dataset import read_dataset
 from library.files import tensor_files
 import predict
 from tests.harness import (HERE, NATIVE, add_item, assert_same, index_of, is_one_line, load, make_cache, paint_picture,
-                           refused, run_script, save, train)
+                           paste, refused, run_script, save, train)
 
 PICTURES = [paint_picture((64, 32), seed=n, mode="L") for n in range(6)] # told apart by their numbers; masks are gray
 
@@ -249,153 +248,6 @@ def test_one_instruction_serves_all_targets_that_have_none(tmp_path):
         [error] = import_data(None, tmp_path / "none", *flags, "--prompt", words, status=1).errors
         assert is_one_line(error, "--prompt")
 
-# ---- as the documents of other trainers write it ---------------------------------------------------------------------
-
-MUSUBI = """# general configurations
-[general]
-resolution = [960, 544]
-caption_extension = ".txt"
-batch_size = 1
-enable_bucket = true
-bucket_no_upscale = false
-
-[[datasets]]
-image_directory = "/path/to/image_dir"
-control_directory = "/path/to/control_dir"
-cache_directory = "/path/to/cache_directory" # recommended to set cache directory
-num_repeats = 1 # optional, default is 1. Number of times to repeat the dataset.
-control_resolution = [1024, 1024]
-no_resize_control = false
-"""
-MUSUBI_JSONL = """[general]
-resolution = [960, 544]
-
-[[datasets]]
-image_jsonl_file = "/path/to/metadata.jsonl"
-cache_directory = "/path/to/cache_directory" # required for metadata jsonl file
-"""
-JSONL = ('{"image_path": "/path/to/image1.jpg", "control_path": "/path/to/control1.png", '
-         '"caption": "A caption for image1"}\n'
-         '{"image_path": "/path/to/image2.jpg", "control_path_0": "/path/to/control2_0.png", '
-         '"control_path_1": "/path/to/control2_1.png", "caption": "A caption for image2"}\n')
-AITOOLKIT = """---
-job: extension
-config:
-  # this name will be the folder and filename name
-  name: "my_first_qwen_image_edit_2509_lora_v1"
-  process:
-    - type: 'diffusion_trainer'
-      # root folder to save training sessions/samples/weights
-      training_folder: "output"
-      datasets:
-        # datasets are a folder of images. captions need to be txt files with the same name as the image
-        - folder_path: "/path/to/images/folder"
-          # can do up to 3 control image folders, file names must match target file names
-CONTROLS
-          caption_ext: "txt"
-          # default_caption: "a person" # if caching text embeddings, if you don't have captions, this will get cached
-          caption_dropout_rate: 0.05  # will drop out the caption 5% of time
-          resolution: [ 512, 768, 1024 ]  # qwen image enjoys multiple resolutions
-meta:
-  name: "[name]"
-  version: '1.0'
-"""
-LIST = """          control_path:
-            - "/path/to/control/images/folder1"
-            - "/path/to/control/images/folder2"
-            - "/path/to/control/images/folder3\""""
-TEXT = '          control_path: "/path/to/control/images/folder"'
-NUMBERED = """          mask_path: "/path/to/mask"
-          mask_min_value: 0.1
-          control_path_1: "/path/to/control/images/folder1"
-          control_path_2: "/path/to/control/images/folder2"
-          control_path_3: null"""
-BESIDE = """          mask_path: null
-          control_path: "/path/to/control/images/folder1"
-          control_path2: "/path/to/control/images/folder2\""""
-FOLDER = "images/folder/a.png control/images/folder1/a.png control/images/folder2/a.jpg control/images/folder3/a.png"
-
-CONFIGS = { # file, its text, pictures below /path/to, captions, and the samples
-    "musubi-tuner, folders": ("dataset.toml", MUSUBI, "image_dir/image1.jpg control_dir/image1.png "
-                              "image_dir/image2.jpg control_dir/image2_0000.png control_dir/image2_0001.png",
-                              "image_dir/image1.txt image_dir/image2.txt", dict(image1=[0, 1], image2=[2, 3, 4])),
-    "musubi-tuner, captions": ("dataset.toml", MUSUBI.replace(".txt", ".caption"), "image_dir/a.jpg control_dir/a.png",
-                               "image_dir/a.caption", dict(a=[0, 1])),
-    "musubi-tuner, jsonl": ("dataset.toml", MUSUBI_JSONL, "image1.jpg control1.png image2.jpg control2_0.png "
-                            "control2_1.png", "", {"000000-image1": [0, 1], "000001-image2": [2, 3, 4]}),
-    "ai-toolkit, list": ("train.yaml", AITOOLKIT.replace("CONTROLS", LIST), FOLDER, "images/folder/a.txt",
-                         dict(a=[0, 1, 2, 3])),
-    "ai-toolkit, text": ("train.yml", AITOOLKIT.replace("CONTROLS", TEXT), "images/folder/a.png "
-                         "control/images/folder/a.jpg", "images/folder/a.txt", dict(a=[0, 1])),
-    "ai-toolkit, numbers": ("train.yaml", AITOOLKIT.replace("CONTROLS", NUMBERED), FOLDER + " mask/a.png",
-                            "images/folder/a.txt", dict(a=[0, 1, 2])),
-    "ai-toolkit, 2": ("train.yaml", AITOOLKIT.replace("CONTROLS", BESIDE), FOLDER, "control/images/folder2/a.txt",
-                      dict(a=[0, 1, 2]))}
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_configuration_is_read_as_its_trainer_documents_it(tmp_path, kind):
-    """All paths are absolute, and the configuration lies elsewhere. The captions may lie beside a control."""
-    name, text, pictures, captions, want = CONFIGS[kind]
-    source = put(tmp_path / "data", pictures, captions.split())
-    for file, content in ((source / "metadata.jsonl", JSONL), (tmp_path / name, text)):
-        write_rows(file, content.replace("/path/to", str(source)))
-    got = import_data(tmp_path / name, tmp_path / "out")
-    assert {name: sample[1] for name, sample in got.samples.items()} == want and not got.errors
-    assert {sample[2] for sample in got.samples.values()} == {4 if kind == "ai-toolkit, numbers" else None}
-    prompts = [sample[0] for sample in got.samples.values()]
-    captions = [["A caption for image1"], ["A caption for image2"]]
-    assert prompts == (captions if "jsonl" in kind else [["go"]] * len(want))
-
-def test_datasets_of_one_configuration_keep_apart_and_what_is_not_taken_over_is_said(tmp_path):
-    """Paths may begin at the working folder, or beside the configuration; names may meet."""
-    put(tmp_path, "a/x.png b/x.png c/x.png d/x.png", ["a/x.txt", "c/x.txt"])
-    write_rows(tmp_path / "rows.jsonl", dict(image_path="a/x.png", control_path="b/x.png", caption="row"))
-    text = "[[datasets]]\nnum_repeats = 3\nimage_directory = 'a'\ncontrol_directory = 'b'\n"
-    text += text.replace("'a'", "'c'").replace("'b'", "'d'") + "[[datasets]]\nimage_jsonl_file = 'rows.jsonl'\n"
-    got = import_data(write_rows(tmp_path / "dataset.toml", text), tmp_path / "out")
-    assert got.samples == {"0/x": (["go"], [0, 1], None), "1/x": (["go"], [2, 3], None),
-                           "2/000000-x": (["row"], [0, 1], None)}
-    assert "several that differ; see train.py -h: datasets.num_repeats = 3" in got.out # the third one's is 1
-    config = write_rows(tmp_path / "elsewhere/and/deeper/dataset.toml", text)
-    assert len(import_data(config, tmp_path / "none", status=1).errors) == 1
-    config = write_rows(tmp_path / "elsewhere/dataset.toml", text)
-    (tmp_path / "rows.jsonl").rename(tmp_path / "elsewhere/rows.jsonl") # its own paths are not beside it any more
-    write_rows(config, text.replace("rows.jsonl", "elsewhere/rows.jsonl"))
-    command = [sys.executable, str(HERE / "tools/import_data.py"), str(config), "second"]
-    subprocess.run(command, cwd=tmp_path, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert len(list((tmp_path / "second/target").rglob("*.png"))) == 3
-
-def test_a_dataset_that_is_listed_for_each_of_its_sizes_is_read_once(tmp_path):
-    """As ai-toolkit's users do it. Twice, --hold_out would hold out pairs that are also trained."""
-    put(tmp_path, "a/x.png b/x.png a/y.png b/y.png", ["a/x.txt", "a/y.txt"])
-    same = f"folder_path: {tmp_path}/a, control_path: {tmp_path}/b"
-    each = ", ".join(f"{{{same}, resolution: [{n}]}}" for n in (512, 768))
-    config = write_rows(tmp_path / "x.yaml", f"config: {{process: [{{datasets: [{each}]}}]}}")
-    got = import_data(config, tmp_path / "out", "--hold_out", 2)
-    assert len(got.samples) == 1, got.samples # the other one is held out
-    assert "is there twice, and is read once" in got.out and "--target_pixels" in got.out
-
-BROKEN = { # file: its text, and what is named
-    "config.toml": ("[general]", "(no 'datasets')"),
-    "dataset.toml": ("[[datasets]]\nvideo_directory = 'x'", "image_directory"),
-    "cut.toml": ("[[datasets", "line 1"), "list.toml": ("datasets = [1]", "layout"),
-    "path.toml": ("[[datasets]]\nimage_directory = 5", "layout"), "cut.yaml": ("a: [", "line 2"),
-    "text.yaml": ("hello", "layout"), "none.yaml": ("config: {process: [{datasets: null}]}", "(no 'datasets')"),
-    "gone.toml": (MUSUBI, "/path/to/image_dir: does not exist"),
-    "code.yaml": ("!!python/object/apply:os.getcwd []", "line 1"),
-    "blank.yaml": ("config: {process: [{datasets: [{folder_path: a, caption_ext: a/b}]}]}", "suffix"),
-    "ext.yaml": ("config: {process: [{datasets: [{folder_path: x, caption_ext: 5}]}]}", "layout"),
-    "table.toml": (MUSUBI_JSONL, "metadata.jsonl does not exist"), "alone.toml": (
-        "[[datasets]]\nimage_directory = 'a'", "a: no control has the name", "--alone")}
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_configuration_that_cannot_be_used_names_the_flags_that_would_do(tmp_path, name):
-    text, *named = BROKEN[name]
-    put(tmp_path, "a/x.png", ["a/x.txt"])
-    errors = import_data(write_rows(tmp_path / name, text), tmp_path / "out", status=1).errors
-    assert len(errors) == 1 and is_one_line(errors[0], *named), errors
-    assert "--target DIR --control DIR" in errors[0] or name == "table.toml"
-    if name == "alone.toml":
-        assert import_data(tmp_path / name, tmp_path / "out", "--alone").samples == {"x": (["go"], [0], None)}
-
 def test_captions_of_several_lines_are_joined_and_those_beside_the_target_come_first(tmp_path):
     source = put(tmp_path / "edited-images", "cat.png dog.png").parent
     put(source / "reference-images", "cat.png dog.png", ["cat.txt", "dog.txt"])
@@ -499,41 +351,6 @@ def test_endings_are_left_out_and_names_that_differ_are_shown(tmp_path, kind):
     else:
         assert all(any(is_one_line(error, named) for error in got.errors) for named in want), got.errors
 
-def test_a_caption_of_another_suffix_may_lie_beside_the_control(tmp_path):
-    put(tmp_path, "after/a.png before/a.png")
-    (tmp_path / "before/a.cap").write_text("so", "utf-8")
-    config = f"""[[datasets]]
-                 image_directory = "{tmp_path}/after"
-                 control_directory = "{tmp_path}/before"
-                 caption_extension = "cap\""""
-    got = import_data(write_rows(tmp_path / "a.toml", config), tmp_path / "out")
-    assert {name: prompts for name, (prompts, *_) in got.samples.items()} == dict(a=["so"])
-
-def test_ai_toolkits_trigger_word_takes_its_place(tmp_path):
-    """Or, as in ai-toolkit, stands before a caption that has none."""
-    put(tmp_path, "after/a.png before/a.png after/b.png before/b.png")
-    (tmp_path / "after/a.txt").write_text("[trigger] so", "utf-8")
-    (tmp_path / "after/b.txt").write_text("in snow", "utf-8")
-    config = f"""config: {{process: [{{trigger_word: p3rson, datasets: [{{folder_path: {tmp_path}/after,
-                 control_path: {tmp_path}/before}}]}}]}}"""
-    got = import_data(write_rows(tmp_path / "a.yaml", config), tmp_path / "out")
-    assert {name: prompts for name, (prompts, *_) in got.samples.items()} == dict(a=["p3rson so"], b=["p3rson in snow"])
-    write_rows(tmp_path / "b.yaml", config.replace("trigger_word: p3rson, ", ""))
-    [error] = import_data(tmp_path / "b.yaml", tmp_path / "none", status=1).errors
-    assert is_one_line(error, "a.txt", "[trigger]", "give the .yaml with its trigger_word")
-    (tmp_path / "after/b.txt").unlink() # --prompt is a caption as well; YAML has numbers, and another placeholder
-    (tmp_path / "after/a.txt").write_text("[name] so", "utf-8")
-    write_rows(tmp_path / "c.yaml", config.replace("p3rson", "0, resolution: [512, 768], caption_dropout_rate: 1.0"))
-    got = import_data(tmp_path / "c.yaml", tmp_path / "third", "--prompt", "[trigger] here")
-    assert {name: prompts for name, (prompts, *_) in got.samples.items()} == dict(a=["0 so"], b=["0 here"])
-    for words in ("python train.py --model Qwen", "--target_pixels 512x512 768x768 --caption_dropout_rate 1", "'0'"):
-        assert got.out.count(words) == 1, got.out
-    [error] = import_data(tmp_path / "b.yaml", tmp_path / "none", "--prompt", "[trigger]", status=1).errors
-    assert is_one_line(error, "--prompt", "[trigger]")
-    write_rows(tmp_path / "d.yaml", config.replace("p3rson", "[a, b]"))
-    [error] = import_data(tmp_path / "d.yaml", tmp_path / "none", status=1).errors
-    assert is_one_line(error, "d.yaml", "trigger_word")
-
 def test_the_folders_that_are_given_are_only_read(tmp_path):
     put(tmp_path, "a/x.png b/x.png", ["a/x.txt"])
     for out in ("a/out", "b/x/out"):
@@ -597,7 +414,7 @@ def test_a_folder_without_anything_says_so(tmp_path):
     [error] = import_data(tmp_path / "gone", tmp_path / "out", status=1).errors
     assert is_one_line(error, "gone: does not exist; check the name")
 
-# ---- masks, and settings that change what the data mean --------------------------------------------------------------
+# ---- masks -----------------------------------------------------------------------------------------------------------
 
 def hole(x=0):
     """White on black, in the left half or (x = 32) in the right one."""
@@ -671,80 +488,6 @@ def test_a_mask_in_our_form_is_linked_and_another_form_is_written_once_in_ours(t
     linked = {name for name in forms if (tmp_path / f"out/mask/{name}.png").samefile(source / f"{name}-masklabel.png")}
     assert linked == {"gray", "bit"}
 
-def aitoolkit(tmp_path, **settings):
-    """-> a configuration of ai-toolkit with these settings; its targets have a hole in their alpha."""
-    for n, name in enumerate("ab"):
-        target = PICTURES[n].convert("RGBA")
-        target.putalpha(hole(32) if name == "a" else 255)
-        save(target, tmp_path / f"after/{name}.png"), save(PICTURES[n], tmp_path / f"before/{name}.png")
-        save(hole(), tmp_path / f"masks/{name}.png")
-        (tmp_path / f"after/{name}.txt").write_text("go", "utf-8")
-    dataset = dict(folder_path=f"{tmp_path}/after", control_path=f"{tmp_path}/before") | settings
-    return write_rows(tmp_path / "a.yaml", yaml.dump(dict(config=dict(process=[dict(datasets=[dataset])]))))
-
-def test_invert_mask_inverts_and_alpha_mask_takes_the_target_s_alpha(tmp_path):
-    mask_path = f"{tmp_path}/masks"
-    for n, (settings, want) in enumerate([
-            (dict(mask_path=mask_path), dict(a=hole(), b=hole())),
-            (dict(mask_path=mask_path, invert_mask=True), dict.fromkeys("ab", ImageOps.invert(hole()))),
-            (dict(alpha_mask=True), dict(a=hole(32))), # b is opaque everywhere
-            (dict(alpha_mask=True, invert_mask=True, mask_path=mask_path), dict(a=ImageOps.invert(hole(32))))]):
-        config, out = aitoolkit(tmp_path, **settings), tmp_path / f"out{n}"
-        result = run_script("tools/import_data.py", config, out)
-        assert result.status == 0 and not result.err, result.err
-        masks = masks_of(out)
-        assert {name: np.asarray(mask).tolist() for name, mask in masks.items()} == {
-            name: np.asarray(mask).tolist() for name, mask in want.items()}, settings
-        assert ("left out, 1: " in result.out and "after/b.png" in result.out) == (len(want) == 1)
-        assert ("mask_path is not converted, as alpha_mask is set" in result.out) == (n == 3)
-        assert ("becomes white" in result.out) == (n >= 2) and "--mask_background_weight 0" in result.out
-        assert (out / "target/a.png").samefile(tmp_path / "after/a.png") # as it is
-
-CHANGES = dict( # settings that change the data, and what the line about them says
-    flip_x=(True, "mirror.diff"), random_crop=(True, "as they are"), augments=(["ColorJitter"], "as they are"),
-    shuffle_tokens=(True, "as they are"), augmentations=([dict(method="Blur")], "as they are"),
-    control_transparent_color=([0, 0, 0], "becomes white"), inpaint_path=("x", "folders of their own"),
-    is_reg=(True, "as they are"), loss_multiplier=(2, "counterpart"), some_new_setting=("on", "unknown"),
-    controls=(["depth"], "folders of their own"), token_dropout_rate=(0.2, "as they are"))
-SILENT = dict(cache_latents_to_disk=True, num_workers=4, buckets=False, num_repeats=1, num_frames=1, flip_x=False,
-              control_transparent_color=[255, 255, 255], loss_multiplier=1.0, is_reg=False, default_caption=None,
-              augments=[], shrink_video_to_frames=True, control_path_3=None, caption_ext="txt")
-
-def test_each_setting_that_changes_the_data_and_is_not_taken_over_is_in_a_line_that_says_why(tmp_path):
-    result = import_data(aitoolkit(tmp_path, **{key: value for key, (value, _) in CHANGES.items()}), tmp_path / "out")
-    for key, (_, words) in CHANGES.items():
-        line, = [line for line in result.out.splitlines() if f"datasets.{key}" in line]
-        assert words in line and " = " in line, line
-    result = import_data(aitoolkit(tmp_path, **SILENT), tmp_path / "silent")
-    assert " = " not in result.out and "unknown" not in result.out # only names of what changes nothing
-
-def test_settings_of_musubi_tuner_that_change_the_data_are_lines_and_several_targets_are_refused(tmp_path):
-    put(tmp_path, "a/x.png b/x.png", ["a/x.txt"])
-    text = f"""[general]
-resolution = [960, 544]
-batch_size = 1
-enable_bucket = true
-bucket_no_upscale = true
-[[datasets]]
-image_directory = '{tmp_path}/a'
-control_directory = '{tmp_path}/b'
-cache_directory = 'c'
-control_resolution = [1024, 1024]
-no_resize_control = true
-fp_1f_clean_indices = [0]
-loss_mask_directory = 'm'
-alpha_mask = true # ai-toolkit's
-multiple_target = false
-"""
-    got = import_data(write_rows(tmp_path / "a.toml", text), tmp_path / "out")
-    assert "--target_pixels 960x544 --control_pixels 1024x1024 --no-upscale" in got.out
-    assert "datasets.control_resolution comes first: datasets.no_resize_control = True" in got.out
-    assert "unknown to this script, look at train.py -h: datasets.loss_mask_directory = m" in got.out
-    assert "the loss is flow_loss in train.py: datasets.alpha_mask = True" in got.out
-    write_rows(tmp_path / "b.toml", text.replace("multiple_target = false", "multiple_target = true"))
-    [error] = import_data(tmp_path / "b.toml", tmp_path / "none", status=1).errors
-    assert is_one_line(error, "b.toml", "multiple_target")
-
 TWICE = {
     "a.jsonl": ('{"target": "a.png", "control": "b.png", "control": "c.png", "prompt": "go"}', "a.jsonl:1"),
     "a.json": ('[{"target": "a.png", "control": "b.png", "control": "c.png", "prompt": "go"}]', "a.json"),
@@ -756,13 +499,6 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, name):
     put(tmp_path, "a.png b.png c.png")
     errors = import_data(write_rows(tmp_path / name, text), tmp_path / "out", status=1).errors
     assert is_one_line(errors[0], where) and (name == "a.toml" or "'control' is given twice" in errors[0]), errors
-
-def test_anchors_of_yaml_may_be_used_twice(tmp_path):
-    """A merged key is no key given twice."""
-    put(tmp_path, "a/x.png b/x.png", ["a/x.txt"])
-    text = f"""shared: &shared {{control_path: {tmp_path}/gone, caption_ext: txt}}
-config: {{process: [{{datasets: [{{<<: *shared, folder_path: {tmp_path}/a, control_path: {tmp_path}/b}}]}}]}}"""
-    assert import_data(write_rows(tmp_path / "a.yaml", text), tmp_path / "out").samples == {"x": (["go"], [0, 1], None)}
 
 # ---- caches of version 1.0, and pickles ------------------------------------------------------------------------------
 
@@ -861,85 +597,26 @@ def test_no_pickle_is_ever_opened(tmp_path, write):
     pickle.loads(pickle.dumps(Bomb()))
     assert (tmp_path / "marker").exists() # so it would have gone off
 
-# ---- SimpleTuner -----------------------------------------------------------------------------------------------------
+# ---- what comes next, and what was meant -----------------------------------------------------------------------------
 
-def backend(folder, *rows):
-    """SimpleTuner's multidatabackend.json."""
-    return write_rows(folder / "config/multidatabackend.json", json.dumps(rows))
+def test_an_import_without_settings_ends_with_the_doctors_command(tmp_path):
+    """Of both folders that it has written."""
+    put(tmp_path, "after/a.png before/a.png after/b.png before/b.png", ["after/a.txt", "after/b.txt"])
+    result = run_script("tools/import_data.py", tmp_path / "out", "--target", tmp_path / "after", "--control",
+                        tmp_path / "before", "--hold_out", 2)
+    title, doctor = result.out.splitlines()[-2:]
+    folders = [str(tmp_path / name) for name in ("out", "out_val")]
+    assert title == "next:" and paste(doctor) == ["python", "tools/doctor.py", *folders]
 
-def test_simpletuners_list_of_folders_is_read(tmp_path):
-    """A conditioning dataset holds controls, or masks, of the datasets that name it, or that it names. Its caches are
-    nothing to read; what else is set is printed."""
-    put(tmp_path, "edits/a.png edits/b.png refs/a.png refs/b.png second/a.png second/b.png")
-    for name in ("a", "b"):
-        save(PICTURES[2].point(lambda v: 255 * (v > 99)), tmp_path / f"masks/{name}.png", format="PNG")
-        (tmp_path / f"edits/{name}.txt").write_text("make it so\n\nmore so\n", "utf-8")
-    usual = dict(type="local", probability=1.0, start_epoch=1,
-                 resolution=1024, resolution_type="pixel_area", cache_dir_vae="x", repeats=0)
-    table = backend(tmp_path,
-        dict(id="second", dataset_type="conditioning", source_dataset_id="edits", instance_data_dir="second"),
-        dict(id="edits", conditioning_data=["refs", "masks"], instance_data_dir="edits", caption_strategy="textfile",
-             crop=True, repeats=3, crop_style="center", **{k: v for k, v in usual.items() if k != "repeats"}),
-        dict(id="refs", dataset_type="conditioning", conditioning_type="reference_strict", instance_data_dir="refs"),
-        dict(id="masks", dataset_type="conditioning", conditioning_type="mask", instance_data_dir="masks"),
-        dict(id="off", instance_data_dir="nowhere", disabled=True, conditioning_data="off-refs"),
-        dict(id="off-refs", dataset_type="conditioning", instance_data_dir="nowhere"),
-        dict(id="off-masks", dataset_type="conditioning", source_dataset_id="off", instance_data_dir="nowhere"),
-        dict(id="films", dataset_type="video"),
-        dict(id="texts", dataset_type="text_embeds", default=True, cache_dir="x", type="aws"))
-    got = import_data(table, tmp_path / "out")
-    assert got.samples.keys() == {"a", "b"}
-    assert got.samples["a"][:2] == (["make it so", "more so"], [0, 2, 4]) and (tmp_path / "out/mask/b.png").exists()
-    for words in ("as they are: datasets.crop = True", "films: dataset_type video is not",
-                  "a control of each of 2 datasets", "out: 2 samples", "--target_pixels 1024x1024 --repeats 4"):
-        assert got.out.count(words) == 1, got.out
-
-@pytest.mark.parametrize("settings, prompts", [
-    (dict(caption_strategy="textfile"), ["in\nsnow"]), (dict(caption_strategy="filename"), ["cat on mat"]),
-    (dict(), ["in\nsnow"]), (dict(caption_strategy="textfile", disable_multiline_split=True), ["in snow"]),
-    (dict(caption_strategy="instanceprompt", instance_prompt="a cat"), ["a cat"]),
-    (dict(caption_strategy="instanceprompt", instance_prompt=["a cat", "one cat"]), ["a cat\none cat"]),
-    (dict(caption_strategy="textfile", instance_prompt="a cat", only_instance_prompt=True), ["a cat"]),
-    (dict(caption_strategy="textfile", instance_prompt="a cat"), ["in\nsnow"]),
-    (dict(caption_strategy="filename", instance_prompt="tabby", prepend_instance_prompt=True), ["tabby cat on mat"]),
-    (dict(caption_strategy="textfile", instance_prompt="snow", prepend_instance_prompt=True), ["snow in\nsnow"])])
-def test_simpletuners_strategies_give_its_captions(tmp_path, settings, prompts):
-    put(tmp_path, "edits/cat_on_mat.png refs/cat_on_mat.png", ["edits/cat_on_mat.txt"])
-    (tmp_path / "edits/cat_on_mat.txt").write_text("in\nsnow", "utf-8")
-    edits = dict(id="e", conditioning_data="r", instance_data_dir=str(tmp_path / "edits"), **settings)
-    table = backend(tmp_path, edits,
-                    dict(id="r", dataset_type="conditioning", instance_data_dir=str(tmp_path / "refs")))
-    got = import_data(table, tmp_path / "out", *["--prompt", "other"])
-    assert got.samples == {"cat_on_mat": (prompts[0].split("\n"), [0, 1], None)}
-
-@pytest.mark.parametrize("target, condition, words", [
-    (dict(type="aws"), {}, "edits: its type is aws"), (dict(type="huggingface"), {}, "its type is huggingface"),
-    (dict(conditioning_data=[]), {}, "refs: no dataset has it as conditioning_data"),
-    (dict(caption_strategy="parquet"), {}, "caption_strategy parquet"),
-    (dict(caption_strategy="instanceprompt"), {}, "no 'instance_prompt'"),
-    (dict(prepend_instance_prompt=True), {}, "no 'instance_prompt'"),
-    ({}, dict(instance_data_dir=None), "refs"), ({}, dict(instance_data_dir="gone"), "gone"),
-    (dict(conditioning_data=["refs", "refs2"]), dict(conditioning_type="mask"), "two datasets of masks"),
-    (dict(instance_prompt=3, caption_strategy="instanceprompt"), {}, "multidatabackend.json")])
-def test_what_simpletuner_has_elsewhere_is_refused(tmp_path, target, condition, words):
-    put(tmp_path, "edits/a.png refs/a.png", ["edits/a.txt"])
-    rows = [dict(id="edits", conditioning_data=["refs"], instance_data_dir=str(tmp_path / "edits")) | target]
-    for name in rows[0]["conditioning_data"] or ["refs"]:
-        rows.append(dict(id=name, dataset_type="conditioning", instance_data_dir=str(tmp_path / "refs")) | condition)
-    [error] = import_data(backend(tmp_path, *rows), tmp_path / "out", status=1).errors
-    assert words in error, error
-
-# ---- where the paths of a configuration begin ------------------------------------------------------------------------
-
-@pytest.mark.parametrize("place", ["ai-toolkit/config", "ai-toolkit/config/examples"])
-def test_a_relative_folder_is_found_where_the_trainer_is_started(tmp_path, place):
-    """Which is above its configurations, but not two more folders up. Nothing is noted of what did not work."""
-    config = """config: {process: [{datasets: [{folder_path: data/after, control_path: data/before, flip_x: true}]}]}"""
-    path = write_rows(tmp_path / place / "a.yaml", config)
-    put(tmp_path / "data", "after/a.png before/a.png", ["after/a.txt"]) # too far up for the second place
-    if place.endswith("examples"):
-        failed = import_data(path, tmp_path / "out", status=1)
-        assert is_one_line(failed.errors[0], tmp_path / place / "data/after") and not failed.out
-        (tmp_path / "data").rename(tmp_path / "ai-toolkit/data")
-    got = import_data(path, tmp_path / "out")
-    assert got.samples == {"a": (["go"], [0, 1], None)} and "datasets.flip_x = True" in got.out
+def test_two_folders_of_pictures_are_answered_with_the_line_that_was_meant(tmp_path):
+    """In either order; a folder that is there for another reason is not."""
+    put(tmp_path, "after/a.png before/a.png", ["after/a.txt"])
+    for order in ("before after", "after before"):
+        error, = run_script("tools/import_data.py", *[tmp_path / name for name in order.split()]).errors
+        meant = paste(error.split("give ")[1])
+        assert is_one_line(error, "already exists")
+        before, after = [str(tmp_path / name) for name in ("before", "after")]
+        assert meant == ["import_data.py", "NEW", "--control", before, "--target", after]
+    (tmp_path / "empty").mkdir()
+    error, = run_script("tools/import_data.py", tmp_path / "before", tmp_path / "empty").errors
+    assert "already" in error and "--control" not in error

@@ -61,7 +61,7 @@ def test_the_demo_equals_train_py_in_every_bit(tmp_path):
     lean(tmp_path / "lean", *flags)
     assert run_script("train.py", "--out_dir", tmp_path / "train", "--val_data", *flags).status == 0
     assert_same(tmp_path / "lean", tmp_path / "train")
-    sizes = [predict.read_lora(tmp_path / name)[1]["train.geometry"] for name in ("lean", "train")]
+    sizes = [predict.read_lora(tmp_path / name).meta["train.geometry"] for name in ("lean", "train")]
     assert sizes[0] == sizes[1] # at which predict.py generates
 
 def test_masks_sizes_wordings_repeats_packs_and_optimizers_too(tmp_path):
@@ -94,7 +94,7 @@ def test_after_a_signal_the_step_is_finished_and_resume_is_bitwise(tmp_path, tra
         at_step(patch, 5, lambda: signal.raise_signal(signal.SIGTERM))
         lean(tmp_path, *training, "--save_every", 100)
     assert len(log_of(tmp_path)) == 6 # the signal came when step 5 was as good as done
-    assert predict.read_lora(tmp_path)[1]["train.step"] == 6
+    assert predict.read_lora(tmp_path).meta["train.step"] == 6
     lean(tmp_path, *training, "--save_every", 100, "--resume", "--max_tokens", 10_000)
     assert_same(tmp_path, unstopped)
 

@@ -40,7 +40,7 @@ def whole(small, tmp_path_factory):
     flags = [*small.flags, "--max_steps", STEPS, "--warmup_steps", 0, "--lora_rank", 1]
     result = run_script("train.py", *flags, "--save_every", 1, "--keep", 9, "--out_dir", folder / "run")
     assert result.status == 0, result.err
-    loras = {step: predict.read_lora(folder / f"run/checkpoint-{step:06d}")[0] for step in range(1, STEPS + 1)}
+    loras = {step: predict.read_lora(folder / f"run/checkpoint-{step:06d}").state for step in range(1, STEPS + 1)}
     return SimpleNamespace(run=folder / "run", flags=[*flags, "--save_every", 100], loras=loras,
                            cache=shutil.copytree(small.cache, folder / "cache")) # for pictures of a validation
 
@@ -90,7 +90,7 @@ def check_newest(out_dir, whole, least):
     """The newest checkpoint is at least of this step, and has the LoRA of the undisturbed run at its step."""
     newest = max(steps_of(out_dir))
     assert newest >= least and steps_of(out_dir) == [newest]
-    assert_bitwise(predict.read_lora(out_dir / f"checkpoint-{newest:06d}")[0], whole.loras[newest])
+    assert_bitwise(predict.read_lora(out_dir / f"checkpoint-{newest:06d}").state, whole.loras[newest])
     return newest
 
 LINES = lines_of_the_loop()
@@ -197,7 +197,7 @@ def test_what_is_only_for_the_log_ends_no_run(whole, tmp_path, monkeypatch):
     failing(monkeypatch, devices, "memory_of", None, Planted("access denied"))
     result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run")
     assert result.status == 0 and result.err.count("warning: the log or the bar: access denied") == 1, result.err
-    assert_bitwise(predict.read_lora(tmp_path / "run")[0], predict.read_lora(whole.run)[0])
+    assert_bitwise(predict.read_lora(tmp_path / "run").state, predict.read_lora(whole.run).state)
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), Left()])
 def test_a_tracker_that_cannot_be_opened_is_one_line_before_the_training(whole, tmp_path, monkeypatch, error):
@@ -267,7 +267,7 @@ def test_what_a_called_function_raises_ends_the_run_with_its_last_whole_step(who
     check_newest(tmp_path / "run", whole, 1)
     result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--resume")
     assert result.status == 0, result.err
-    assert_bitwise(predict.read_lora(tmp_path / "run")[0], predict.read_lora(whole.run)[0])
+    assert_bitwise(predict.read_lora(tmp_path / "run").state, predict.read_lora(whole.run).state)
 
 @pytest.mark.parametrize("code", [0, None])
 def test_a_library_that_leaves_with_status_0_is_no_success(whole, tmp_path, monkeypatch, code):

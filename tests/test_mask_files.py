@@ -1,5 +1,6 @@
 """
-picture_files.read_mask: a mask by hand means the same region in whatever form a program writes it, or is refused with a line.
+picture_files.read_mask: a mask by hand means the same region in whatever form a program writes it, or is refused with a
+line.
 
 $ python -m pytest -q tests/test_mask_files.py     # 5 seconds
 """

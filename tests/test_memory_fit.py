@@ -1,4 +1,5 @@
-"""training/memory_fit.py: on a GPU, as few blocks are computed again as its memory allows. Here bytes are counted on a CPU."""
+"""training/memory_fit.py: on a GPU, as few blocks are computed again as its memory allows. Here bytes are counted on a
+CPU."""
 import contextlib
 import dataclasses
 import functools

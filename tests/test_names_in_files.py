@@ -205,8 +205,9 @@ ALLOWED = {
     "library/models/devices.py": {"find_flash": {"find_spec(package)": OWN}},
     "library/files/sniff.py": {"family": {"re.search(pattern)": OWN}},
     "library/cli/command_line.py": {"parse_args": {"find_spec(PACKAGES[value])": OWN, "getattr(flag)": OWN}},
-    "library/lora/foreign_loras.py": {"sort_tensors": {"re.search(pattern)": OWN},
-                             "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
+    "library/lora/foreign_loras.py": {"group_by_layer": {"re.search(pattern)": OWN}},
+    "library/lora/peft_config.py": {
+        "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
     "library/data/index_file.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},
     "common.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
                             "show_streams": {"getattr(name)": OWN, "setattr(name)": OWN}},

@@ -1,4 +1,5 @@
-"""library/models/offloading.py: the numbers of a model that is all on the device, to the bit, with copies that come late."""
+"""library/models/offloading.py: the numbers of a model that is all on the device, to the bit, with copies that come
+late."""
 import math
 import re
 from types import SimpleNamespace

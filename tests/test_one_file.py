@@ -364,7 +364,7 @@ def test_a_run_says_on_which_file_it_was_trained(tmp_path, home):
     assert result.status == 0, result.err
     assert "my model.safetensors: the transformer, 42 matrices in fp8 (e4m3) and" in result.out, result.out
     assert json.loads((tmp_path / "run/log.jsonl").read_bytes().splitlines()[0])["flags"]["transformer"] == str(file)
-    assert predict.read_lora(tmp_path / "run")[1]["train.transformer"] == str(file)
+    assert predict.read_lora(tmp_path / "run").meta["train.transformer"] == str(file)
     [line] = [line for line in result.out.splitlines() if "python predict.py" in line]
     words = shlex.split(line.replace("CONTROL.png", str(home / "data/control/cat.png")))[2:]
     assert shlex.join(map(str, flags)) in line

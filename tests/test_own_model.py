@@ -85,7 +85,7 @@ def test_own_model_lora_round_trip(tmp_path):
         predict.save_lora(tmp_path / predict.LORA_FILE, transformer, {})
         transformer.delete_adapters("default")
         base = torch.cat(rope_patch.run_packed(transformer, *batch))
-        predict.load_loras(transformer, [tmp_path], [1.0])
+        predict.load_loras(transformer, [predict.read_lora(tmp_path)])
         got = torch.cat(rope_patch.run_packed(transformer, *batch))
     transformer.delete_adapters("lora0")
     show(f"{MODEL}, LoRA loaded again", rel(got, want), limit())

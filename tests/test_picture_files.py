@@ -527,7 +527,7 @@ def test_predict_edits_a_tiff_of_wide_colours_as_its_copy_in_srgb(tmp_path):
     a, b = [Image.open(tmp_path / "out" / folder / "photo.png") for folder in ("a", "b")]
     assert a.tobytes() == b.tobytes() and "icc_profile" not in a.info
 
-# ---- memory -----------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 def test_threads_wait_for_room_and_never_for_each_other(tmp_path, monkeypatch):
     """All pictures of a sample together: eight threads with two pictures each hold at most what may be in flight."""

@@ -51,8 +51,8 @@ def apart(*paths):
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
-    """Several jobs may edit one picture; files are named by the picture and the key, or by `out`; the result has the last picture's
-    shape, or that of size_from; a job's own sizes, steps and seed count."""
+    """Several jobs may edit one picture; files are named by the picture and the key, or by `out`; the result has the
+    last picture's shape, or that of size_from; a job's own sizes, steps and seed count."""
     one, two = map(str, photos[:2])
     good = [{}, dict(prompt="another"), dict(height=70, width=100, true_cfg_scale=2, seed=3),
             dict(image=[one, two], prompt="say \u2028 this", out="sub/b.png"),
@@ -332,7 +332,8 @@ def test_distilled_sampling_with_two_loras_equals_stock(settings, config, call, 
     job = job_of(pipe, photos[:1], tmp_path, 96 * 96, true_cfg_scale=1.0, **settings)
     assert len(job.prompt_embeds) == 1
     for strengths in (scales, [1.0, 1.0]): # the latter as the negative control
-        predict.load_loras(transformer := predict.load_transformer(TINY, "float32"), two_loras, strengths)
+        transformer = predict.load_transformer(TINY, "float32")
+        predict.load_loras(transformer, list(map(predict.read_lora, two_loras)), strengths)
         latents += predict.denoise(transformer, pipe.scheduler.config, [job], 10_000)
     for name, path in zip("ab", two_loras):
         pipe.load_lora_weights(str(path.parent), adapter_name=name)
@@ -347,7 +348,7 @@ def test_distilled_sampling_with_two_loras_equals_stock(settings, config, call, 
 
 def test_sizes_are_those_of_the_lora_unless_a_flag_says_otherwise(tmp_path, photos, two_loras):
     """The first LoRA's count, with a warning if the second was trained at others."""
-    tensors, ours = predict.read_lora(two_loras[0])[0], []
+    tensors, ours = predict.read_lora(two_loras[0]).state, []
     for name, area in (("x", "native"), ("y", 48 * 48)):
         (tmp_path / name).mkdir()
         ours.append(lora_file(tmp_path / name, tensors, **{"train.geometry": dict(

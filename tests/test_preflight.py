@@ -1,6 +1,6 @@
 """
-What a run does first at its end is tried before its first step (training/preflight.py): edits that break it, as a person
-could make them, end the run there with one line. The optimizer's part has its tests in test_optimizers.py.
+What a run does first at its end is tried before its first step (training/preflight.py): edits that break it, as a
+person could make them, end the run there with one line. The optimizer's part has its tests in test_optimizers.py.
 
 $ python -m pytest -q tests/test_preflight.py    # half a minute
 """

@@ -1,4 +1,5 @@
-"""library/models/: few bits, sharding, --plan, trackers; offloading with them. The same numbers, less memory; how much."""
+"""library/models/: few bits, sharding, --plan, trackers; offloading with them. The same numbers, less memory; how
+much."""
 import copy
 import gc
 import ctypes

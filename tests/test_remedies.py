@@ -1,12 +1,13 @@
 """
-Every remedy that an error line of train.py, training/resume.py or training/optimizers.py names is tried: what was wrong,
-the line, the command with the remedy, what happens then. Those of common.py's flags that train.py shares are here, too.
+Every remedy that an error line of train.py, training/resume.py or training/optimizers.py names is tried: what was
+wrong, the line, the command with the remedy, what happens then. Those of common.py's flags that train.py shares are
+here, too.
 
-Not tried here, and why. Elsewhere, as they want several processes: --fsdp under torchrun (test_quantization.py), processes
-that part (test_optimizers.py) or differ (test_identity.py). Elsewhere, as they want a full disk or a missing file:
-checkpoints that cannot be written (test_loop_ends.py), an extra that was deleted (test_house.py). A run in a folder at
-which another one works: test_faults.py. Nowhere: `pip install` of a missing package; a validation of several processes
-without memory, whose remedy is that of a step, below.
+Not tried here, and why. Elsewhere, as they want several processes: --fsdp under torchrun (test_quantization.py),
+processes that part (test_optimizers.py) or differ (test_identity.py). Elsewhere, as they want a full disk or a missing
+file: checkpoints that cannot be written (test_loop_ends.py), an extra that was deleted (test_house.py). A run in a
+folder at which another one works: test_faults.py. Nowhere: `pip install` of a missing package; a validation of several
+processes without memory, whose remedy is that of a step, below.
 
 $ python -m pytest -q tests/test_remedies.py    # half a minute
 """

@@ -25,7 +25,7 @@ import common
 from library.cli import command_line
 from library.data import index_file
 from library.files import tensor_files
-from library.lora import foreign_loras
+from library.lora import peft_config
 from training import resume
 import predict
 import rope_patch
@@ -708,12 +708,13 @@ def test_the_real_share_of_preserve_is_told(tmp_path):
 
 def effect_of(run):
     """It returns what a run's LoRA adds to each weight."""
-    state, meta = predict.read_lora(run)
-    config = foreign_loras.checked(run, {key.removeprefix("transformer."): value for key, value in meta.items()}, 0)
+    lora = predict.read_lora(run)
+    state, config = lora.state, {key.removeprefix("transformer."): value for key, value in lora.meta.items()}
+    config = peft_config.check_config(run, config, 0)
     added = {}
     for key in [key for key in state if key.endswith(".lora_A.weight")]:
         layer = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
-        scale = foreign_loras.of_config(run, config, layer, len(state[key]))
+        scale = peft_config.scale_of_layer(run, config, layer, len(state[key]))
         added[layer] = scale * state[key.replace("lora_A", "lora_B")].double() @ state[key].double()
     return added
 

@@ -38,28 +38,27 @@ LARGE = 2**26 # bytes: larger files are linked, not copied
 
 # ---- one LoRA as a file ----------------------------------------------------------------------------------------------
 
-def layers_of(path, state, meta):
-    """What predict.read_lora returns of a file -> {layer: (scale, lora_A, lora_B)}; the change of its weight is scale *
-    lora_B @ lora_A."""
-    import predict
-    from library.lora import foreign_loras
-    layers = foreign_loras.matrices_of(state)
+def layers_of(lora):
+    """A Lora -> {layer: (scale, lora_A, lora_B)}; the change of its weight is scale * lora_B @ lora_A."""
+    from library.lora import lora_file, peft_config
+    matrices = lora_file.matrices_of(lora)
     try: # our own patterns, but of layers and ranks that a stranger may have made up
-        config = foreign_loras.checked(path, predict.config_of(state, meta), len(layers))
+        config = peft_config.check_config(lora.path, lora_file.config_of(lora), len(matrices))
     except ValueError as e:
-        raise foreign_loras.error_of(path, common.first_words(e))
-    return {layer: (foreign_loras.of_config(path, config, layer, len(a)), a, b) for layer, (a, b) in layers.items()}
+        raise peft_config.lora_error(lora.path, common.first_words(e))
+    return {layer: (peft_config.scale_of_layer(lora.path, config, layer, len(a)), a, b)
+            for layer, (a, b) in matrices.items()}
 
-def convert(path, state, meta, to, out):
-    """Writes a LoRA that predict.py has read as a file for ComfyUI or diffusers."""
-    import predict
+def convert(lora, to, out):
+    """Writes a Lora as a file for ComfyUI or diffusers."""
     import torch
-    train = {k: v for k, v in meta.items() if k.startswith("train.")}
+    from library.lora import lora_file
+    train = {k: v for k, v in lora.meta.items() if k.startswith("train.")}
     if to == "diffusers":
-        meta = predict.with_prefix("transformer", predict.config_of(state, meta)) | train
-        return tensor_files.write_tensors(out, state, meta, "lora_adapter_metadata", NOTHING)
-    tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in state.items()}
-    for layer, (scale, a, _) in layers_of(path, state, meta).items(): # ComfyUI divides an alpha by the rank
+        meta = lora_file.with_prefix("transformer", lora_file.config_of(lora)) | train
+        return tensor_files.write_tensors(out, lora.state, meta, "lora_adapter_metadata", NOTHING)
+    tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in lora.state.items()}
+    for layer, (scale, a, _) in layers_of(lora).items(): # ComfyUI divides an alpha by the rank
         tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(scale * len(a))
     # not as lora_adapter_metadata: diffusers would read rank and alpha there, and apply them a second time
     tensor_files.write_tensors(out, tensors, train, "train", NOTHING)
@@ -67,9 +66,9 @@ def convert(path, state, meta, to, out):
 # ---- a model with LoRAs in it ----------------------------------------------------------------------------------------
 
 def merge(loras, scales, model, dtype, out):
-    """Writes a complete model folder, in which the LoRAs [(path, what predict.read_lora returns)] are added to the
-    transformer's weights and the other parts are copies -> a line that says how far rounding puts the change off. The
-    folder appears under its name only when it is complete."""
+    """Writes a complete model folder, in which the LoRAs [Lora] are added to the transformer's weights and the other
+    parts are copies -> a line that says how far rounding puts the change off. The folder appears under its name only
+    when it is complete."""
     import cache
     import predict
     from safetensors import SafetensorError
@@ -129,9 +128,9 @@ def add_loras(transformer, folder, loras, scales, dtype):
     import predict
     from library.lora import foreign_loras
     stored, parts = stored_weights(folder), {} # {layer: [(factor, lora_A, lora_B)] of all LoRAs}
-    for (path, state, meta), strength in zip(loras, scales):
-        predict.check_fit(transformer, state, path)
-        for layer, (scale, a, b) in layers_of(path, state, meta).items():
+    for lora, strength in zip(loras, scales):
+        predict.check_fit(transformer, lora.state, lora.path)
+        for layer, (scale, a, b) in layers_of(lora).items():
             parts.setdefault(layer, []).append((strength * scale, a, b))
     # squared norms: {layer: (what rounding adds to its change, the change)}, of all weights; the factors of `rounded`
     off, weights, factors = {}, 0, []
@@ -149,14 +148,14 @@ def add_loras(transformer, folder, loras, scales, dtype):
                   f"{remedy}, or take another copy of --model")
     if not off:
         return "the merged model is the base: the LoRAs change nothing"
-    share, words = foreign_loras.how_far(off)
-    size = foreign_loras.share(sum(size for _, size in off.values()), weights)
+    error, words = foreign_loras.error_in_words(off)
+    size = foreign_loras.relative_error(sum(size for _, size in off.values()), weights)
     line = f"the change by the LoRAs, {size:.2%} of the weights, is {words}, as {dtype} rounds it"
     if max(factors) > 1:
         stronger = sum(factor > 1 for factor in factors)
         line += (f"; in {stronger} of {len(factors)} layers it is added up to {max(factors):.1f} times as strong, as "
                  "rounding would weaken it")
-    if share > 0.05:
+    if error > 0.05:
         return f"warning: {line}; --dtype float32 keeps it, and predict.py --lora, without merging, does too"
     return line
 
@@ -190,10 +189,10 @@ def compare_bases(loras, model, folder):
     import cache
     from library.lora import base_model
     weights = None
-    if any("model_hash" in base_model.notes_of(path) for path, *_ in loras): # else 41 GB need not be read
+    if any("model_hash" in base_model.training_of(lora) for lora in loras): # else 41 GB need not be read
         with tempfile.TemporaryDirectory() as tmp:
             weights = cache.hash_part(folder / "transformer", tmp)
-    base_model.warn_other_base([path for path, *_ in loras], base_model.base_of(model, None, folder, folder, weights))
+    base_model.warn_other_base(loras, base_model.base_of(model, None, folder, folder, weights))
 
 def copy_file(source, target):
     """Hard-links a large file, where the disk allows it. Copies other files, so that a user can edit the copies."""
@@ -230,27 +229,17 @@ def main():
         raise InputError(f"--out {args.out}: a name that is no UTF-8, which safetensors cannot write; give another one")
 
     sources = list(map(lora_paths.find_lora, args.lora))
-    import predict
-    from library.lora import foreign_loras
-    loras, factored = [], False # no file is read a second time
-    for source in sources:
-        if args.rank or args.unchecked: # otherwise predict.py makes its LoRA of a LoKr or LoHa
-            data, header = foreign_loras.read_file(source)
-            factored |= foreign_loras.has_factors(header)
-            state, meta = foreign_loras.read(source, data, header, args.rank or 64) # which does not look at a digest
-            foreign_loras.check_notes(source, state, meta)
-        else:
-            state, meta = predict.read_lora(source)
-        loras.append((source, state, meta))
-    if args.rank and not factored:
+    from library.lora import foreign_loras, lora_file
+    loras = [lora_file.read_lora(source, args.rank or 64, args.unchecked) for source in sources]
+    if args.rank and not any(foreign_loras.is_lokr_or_loha(lora.header) for lora in loras):
         raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
     lines = [f"{args.out}: {' + '.join(map(str, args.lora))} as {args.to}"]
-    trained = [meta["train.geometry"] for _, _, meta in loras if meta.get("train.geometry")]
+    trained = [lora.meta["train.geometry"] for lora in loras if lora.meta.get("train.geometry")]
     if args.to == "model":
         scales = args.scale or [1.0] * len(loras)
         lines.append(merge(loras, scales, args.model or "tiny", args.dtype or "bfloat16", args.out))
     else:
-        convert(*loras[0], args.to, args.out)
+        convert(loras[0], args.to, args.out)
         trained = []
     if trained: # predict.py reads them from a LoRA; for a merged model it needs the flags
         sizes = [f"--{k} {v}" for k, v in trained[0].items() if k != "upscale"]

@@ -188,9 +188,9 @@ def examine_pictures(paths):
         return findings, small, list(map(small_copy, pictures)), list(map(looks_of, pictures))
 
 def examine_sample(sample, pipe, args):
-    """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, sizes of the controls'
-    copies for the text encoder, thumbnails of target and control for find_twins, their small_copy for odd_pairs, their
-    looks_of). InputError if something is wrong."""
+    """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, sizes of the
+    controls' copies for the text encoder, thumbnails of target and control for find_twins, their small_copy for
+    odd_pairs, their looks_of). InputError if something is wrong."""
     import cache
     sizes = [picture_files.image_size(path) for path in dataset.pictures_of(sample)]
     targets, controls, prompt_sizes = cache.plan_sizes(pipe, sizes, vars(args))

@@ -58,8 +58,7 @@ from library.data import dataset, picture_files
 from library.data.dataset import as_list, refuse_many
 from library.data.picture_files import reserve_pixels
 from library.files import disk, stray_files
-from tools.import_configs import ASK, CONFIGS, fill, is_config, read_config
-from tools.settings import next_commands
+from tools.import_configs import ASK, CONFIGS, fill, is_config, next_commands, read_config
 
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind

@@ -14,6 +14,7 @@ import gc
 import math
 import random
 import shutil
+from dataclasses import replace
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -67,7 +68,7 @@ def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_
         shutil.rmtree(folder, ignore_errors=True)
     if found:
         raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
-                         "write_checkpoint, predict.py's save_lora and read_lora, or next_commands of "
+                         "write_checkpoint, predict.py's save_lora, library/lora/lora_file.py, or next_commands of "
                          "training/run_folder.py")
 
 
@@ -115,12 +116,12 @@ def random_numbers(transformer, lora):
 def find_wrong(folder, optimizer, trained, scales, firsts, second):
     """-> what of write_files' answer does not come back from its files, in words; None if all does. second: an empty
     transformer, which gets both LoRAs, as far as they are whole."""
-    checkpoint, (finished, meta) = folder / "checkpoint-000001", predict.read_lora(folder)
+    checkpoint, finished = folder / "checkpoint-000001", predict.read_lora(folder)
     folded = dict(trained)
     for layer, scale in scales.items():
         folded[f"transformer.{layer}.lora_B.weight"] = scale * trained[f"transformer.{layer}.lora_B.weight"]
     for what, read, wanted in (("a checkpoint", read_checkpoint(checkpoint, optimizer).lora, trained),
-                               ("the finished LoRA", finished, folded)):
+                               ("the finished LoRA", finished.state, folded)):
         for name in sorted(read.keys() ^ wanted.keys()):
             return f"{what} has {name}, which is not trained" if name in read else f"{what} lacks {name}"
         for name, tensor in wanted.items():
@@ -131,9 +132,9 @@ def find_wrong(folder, optimizer, trained, scales, firsts, second):
         if n not in firsts:
             narrow.update(block.modules())
     places = {f"transformer.{name}" for name, module in second.named_modules() if module not in narrow}
-    for adapter, state, meta in (("trained", *predict.read_lora(checkpoint)), ("finished", finished, meta)):
-        whole = {name: tensor for name, tensor in state.items() if name.rsplit(".lora_", 1)[0] in places}
-        predict.load_lora(second, adapter, whole, meta, folder)
+    for adapter, lora in (("trained", predict.read_lora(checkpoint)), ("finished", finished)):
+        whole = {name: tensor for name, tensor in lora.state.items() if name.rsplit(".lora_", 1)[0] in places}
+        predict.load_lora(second, adapter, replace(lora, state=whole))
     for layer in (layer for layer in scales if f"transformer.{layer}" in places):
         found = second.get_submodule(layer).scaling
         if not math.isclose(found["trained"], scales[layer], rel_tol=1e-6) or found["finished"] != 1:

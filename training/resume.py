@@ -26,7 +26,7 @@ from library.cli.flag_types import SAMPLING, is_index
 from library.files.disk import delete
 from library.files.stray_files import listed
 from library.files.tensor_files import OtherVersion, read_header, read_tensors, write_tensors
-from library.lora import foreign_loras
+from library.lora import lora_file
 from library.lora.lora_paths import LORA_FILE, checkpoints, number_of, numbered
 from training import best_step, optimizers
 from training.run_folder import remove_old
@@ -79,7 +79,7 @@ def refuse_long_lora(file):
     if file.is_file():
         try:
             with open(file, "rb") as f:
-                foreign_loras.refuse_header(read_header(f))
+                lora_file.refuse_header(read_header(f))
         except Exception as e: # a damaged file can fail in any way
             raise InputError(f"{file}: is no LoRA ({first_words(e)}); take another copy")
 
@@ -233,7 +233,8 @@ def put_aside(folder):
 
 
 def is_record(line, step):
-    """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py reads it."""
+    """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py reads
+    it."""
     with contextlib.suppress(Exception): # a foreign log can fail in any way
         record = best_step.read_line(line)
         if "val_loss" in record:

@@ -1,5 +1,6 @@
 """
-What a file of another kind is, in words: for --lora (library/lora/foreign_loras.py) and --transformer (library/models/one_file.py).
+What a file of another kind is, in words: for --lora (library/lora/foreign_loras.py) and --transformer
+(library/models/one_file.py).
 """
 import contextlib
 import os

@@ -36,7 +36,8 @@ KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkey
 
 def find_files(folder):
     """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or of those that
-    library/files/stray_files.py takes out of a dataset: junk, links to folders, ... Stems are NFC, so that names from macOS match.
+    library/files/stray_files.py takes out of a dataset: junk, links to folders, ... Stems are NFC, so that names from
+    macOS match.
     """
 
     def unreadable(e):

@@ -4,10 +4,7 @@ What a LoRA says of the model that it was trained on, and a line where it is use
 A difference is no error, as mixing may be wanted: a LoRA of -2509 on a merged model, or on a copy in fewer bits. Files
 of other programs say nothing, but for musubi-tuner's.
 """
-import contextlib
-
-from common import read_object, warn_once
-from library.files import tensor_files
+from common import warn_once
 from library.models import model_files
 
 PIPELINES = dict(QwenImageEditPipeline="v1", QwenImageEditPlusPipeline="Plus")
@@ -28,41 +25,37 @@ def base_of(model, transformer, folder, transformer_folder, model_hash):
                         model_hash=model_hash)
 
 
-def warn_other_base(paths, here, geometry=None):
-    """A line for each LoRA that was trained on another base than is used here, or else at other sizes, as far as its
-    header tells. here: base_of's; geometry: predict.find_geometry's, or None where sizes do not count. Paths may be
-    None."""
-    for path in filter(None, paths):
-        there = notes_of(path)
+def warn_other_base(loras, here, geometry=None):
+    """A line for each lora_file.Lora that was trained on another base than is used here, or else at other sizes, as far
+    as it tells. here: base_of's; geometry: predict.find_geometry's, or None where sizes do not count."""
+    for lora in loras:
+        trained = training_of(lora)
         # what is not told is taken to be the same
-        kind = {name: there.get(name, here[name]) for name in ("pipeline", "zero_cond_t")}
-        weights, sizes = there.get("model_hash"), geometry and other_sizes(there, geometry)
+        kind = {name: trained.get(name, here[name]) for name in ("pipeline", "zero_cond_t")}
+        weights, sizes = trained.get("model_hash"), geometry and other_sizes(trained, geometry)
         if kind != {name: here[name] for name in kind}:
-            warn_once(f"warning: {path}: was trained on {name_of(there | kind)}; here is {name_of(here)}, which gets "
-                      "its pictures, or their noise level, in another way, so the LoRA may do less, or something else")
+            warn_once(f"warning: {lora.path}: was trained on {name_of(trained | kind)}; here is {name_of(here)}, which "
+                      "gets its pictures, or their noise level, in another way, so the LoRA may do less, or something "
+                      "else")
         elif weights and weights != here["model_hash"]:
-            warn_once(f"warning: {path}: was trained on {name_of(there | kind)}; here is {name_of(here)}, whose "
+            warn_once(f"warning: {lora.path}: was trained on {name_of(trained | kind)}; here is {name_of(here)}, whose "
                       "weights are others: a copy in fewer bits is fine, and a merged or trained one may want another "
                       "strength")
         elif sizes:
-            warn_once(f"warning: {path}: was trained at {sizes}; the flags win, and without them the first LoRA's "
+            warn_once(f"warning: {lora.path}: was trained at {sizes}; the flags win, and without them the first LoRA's "
                       "sizes are used")
 
 
-def notes_of(path):
-    """-> what the header of a LoRA tells of its training: base_of's entries, geometry and areas, as far as they are of
-    the right kind. predict.read_lora has checked the file."""
-    with contextlib.suppress(Exception): # a foreign header may hold anything
-        with open(path, "rb") as f:
-            header = tensor_files.read_header(f)["__metadata__"]
-        if architecture := ARCHITECTURES.get(header.get("modelspec.architecture", "").removesuffix("/lora")):
-            return dict(zip(("pipeline", "zero_cond_t"), architecture))
-        notes = read_object(header.get("lora_adapter_metadata", "{}")) | read_object(header.get("train", "{}"))
-        there = {key.removeprefix("train."): value for key, value in notes.items() if key.startswith("train.")}
-        kinds = dict(model=str, transformer=str, pipeline=str, zero_cond_t=bool, model_hash=str, geometry=dict,
-                     areas=list)
-        return {name: there[name] for name, kind in kinds.items() if isinstance(there.get(name), kind)}
-    return {}
+def training_of(lora):
+    """-> what a LoRA tells of its training: base_of's entries, geometry and areas, as far as they are of the right
+    kind: a foreign header may hold anything."""
+    notes = lora.header.get("__metadata__") or {}
+    architecture = ARCHITECTURES.get(notes.get("modelspec.architecture", "").removesuffix("/lora"))
+    if architecture:
+        return dict(zip(("pipeline", "zero_cond_t"), architecture))
+    kinds = dict(model=str, transformer=str, pipeline=str, zero_cond_t=bool, model_hash=str, geometry=dict, areas=list)
+    return {name: lora.meta[f"train.{name}"] for name, kind in kinds.items()
+            if isinstance(lora.meta.get(f"train.{name}"), kind)}
 
 
 def name_of(base):
@@ -71,11 +64,11 @@ def name_of(base):
     return f"{base.get('transformer') or base.get('model') or 'another model':.200} ({kind:.40})"
 
 
-def other_sizes(there, geometry):
+def other_sizes(trained, geometry):
     """-> in words, at which sizes a LoRA was trained, and those of this command, if they differ; or ""."""
     here = geometry | dict(target_pixels=geometry["target_pixels"][0])
-    if here["target_pixels"] in there.get("areas", []): # of which the geometry tells the first
+    if here["target_pixels"] in trained.get("areas", []): # of which the geometry tells the first
         del here["target_pixels"]
-    trained = here | there.get("geometry", {})
-    return "; at ".join(f"{name} {trained[name]}, and here it is {value}" for name, value in here.items()
-                        if trained[name] != value)
+    before = here | trained.get("geometry", {})
+    return "; at ".join(f"{name} {before[name]}, and here it is {value}" for name, value in here.items()
+                        if before[name] != value)

@@ -8,7 +8,8 @@ multiplied. config.json comes from --model.
 
 The file is mapped into memory, and a block's weights are unpacked when predict.place_transformer comes to that block:
 20 billion weights in bf16 beside a file of 20 GB would take 60 GB of host memory. With --quantize
-fp8 a linear layer keeps the file's own bytes and scale (library/models/quantization.py), so that nothing is rounded a second time.
+fp8 a linear layer keeps the file's own bytes and scale (library/models/quantization.py), so that nothing is rounded a
+second time.
 
 Formats of fewer bits are refused: to unpack them takes their makers' code (nvfp4, Nunchaku, ConvRot).
 """

@@ -9,8 +9,8 @@ unpacks its weights.
 Why not a library's layers: fully_shard fails on int8 and fp8 tensors of torchao 0.18, and autograd keeps bf16 copies of
 their weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of 64, and FSDP2 loses the scales
 of its 4-bit weights; diffusers' layerwise casting has no scales, and cannot load a LoRA. So we refuse a model that is
-stored in few bits: quantize the bf16 one. (fp8 in one file is taken: library/models/one_file.py.) GUIDE.md has the errors
-that were measured.
+stored in few bits: quantize the bf16 one. (fp8 in one file is taken: library/models/one_file.py.) GUIDE.md has the
+errors that were measured.
 """
 import functools
 import math

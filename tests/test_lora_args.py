@@ -2,7 +2,7 @@
 --lora_args: the fields of peft.LoraConfig that a LoRA's file can hold. The file on the published base is the model that
 was trained; one line refuses every other field, before a model is loaded.
 
-$ python -m pytest -q tests/test_layer_patterns.py    # half a minute
+$ python -m pytest -q tests/test_lora_args.py    # half a minute
 """
 import json
 from dataclasses import fields
@@ -13,7 +13,8 @@ from peft import LoraConfig
 
 import cache
 import predict
-from library.lora import layer_patterns
+from library.lora.peft_config import PATTERNS
+from training import lora_args
 from tests.harness import EXACT, NATIVE, TINY, assert_same_run, is_one_line, lora_of, rel, run_script
 
 def flags_of(given):
@@ -51,14 +52,14 @@ def test_every_field_of_peft_is_in_the_list_or_refused_with_a_remedy(monkeypatch
     """A new version's fields, too, and what is no field: no value of them comes through."""
     monkeypatch.setattr(cache, "find_model", lambda *_, **__: pytest.fail("model looked for"))
     names = [field.name for field in fields(LoraConfig)]
-    assert {*layer_patterns.PATTERNS, *layer_patterns.VALUES} < {*names} and len(names) > 30
-    assert {*layer_patterns.INSTEAD} <= {*names} # or the line names what nobody gives
+    assert {*PATTERNS, *lora_args.VALUES} < {*names} and len(names) > 30
+    assert {*lora_args.INSTEAD} <= {*names} # or the line names what nobody gives
     for name in [*names, "no_such"]:
         for value in ("x", True, 1, ["to_q"]):
-            if value is True and name in layer_patterns.VALUES:
+            if value is True and name in lora_args.VALUES:
                 continue
             with pytest.raises(SystemExit) as e:
-                layer_patterns.refuse_lora_args({name: value})
+                lora_args.refuse_lora_args({name: value})
             line = capsys.readouterr().err
             assert e.value.code == 2 and is_one_line(line.strip(), "--lora_args", name), line
             assert any(word in line for word in ("give ", "; leave it out", "raise --", "--lora_targets")), line
@@ -85,7 +86,7 @@ def test_the_file_on_the_published_base_is_what_was_trained(small, tmp_path, giv
     assert all(torch.equal(p, weights[name]) for name, p in fresh.named_parameters())
     item = ns["load_item"](ns["pick"](0))
     bare, = ns["predict_velocity"](fresh, [item])
-    predict.load_loras(fresh, [tmp_path / "a"])
+    predict.load_loras(fresh, [predict.read_lora(tmp_path / "a")])
     with torch.no_grad():
         ns["transformer"].eval()
         trained, loaded = [ns["predict_velocity"](model, [item])[0] for model in (ns["transformer"], fresh)]

@@ -6,13 +6,11 @@ you may choose a layer's rank and alpha, and how A and B begin, as long as W sta
 missing when predict.py, diffusers or ComfyUI use the file, or does nothing in this training.
 """
 import json
-import re
 
 import common
-from library.cli import flag_types
-from library.cli.flag_types import MOST_ALPHA
+from library.cli.flag_types import MOST_ALPHA, MOST_RANK
+from library.lora.peft_config import PATTERNS, read_patterns
 
-PATTERNS = "rank_pattern alpha_pattern".split() # {"LAYER": NUMBER, ...}, a layer by the end of its name
 # olora, pissa, corda and loftq change W, and eva and lora_ga want calls that nobody makes here
 VALUES = dict(use_rslora=["true", "false"], init_lora_weights=["true", "false", '"gaussian"', '"orthogonal"'])
 FULL = ("a layer is trained in full by --lora_targets attention proj_out --lora_args rank_pattern={\"proj_out\":64} "
@@ -25,9 +23,9 @@ INSTEAD = dict(r="give --lora_rank", lora_alpha="give --lora_alpha, for single l
                                "transformer_blocks.1.attn.to_q"))
 
 
-def refuse_lora_args(given):
-    """Ends the script for an argument that a LoRA's file cannot hold, before anything slow. given: {field: value}."""
-    for field, value in given.items():
+def refuse_lora_args(fields):
+    """Ends the script for an argument that a LoRA's file cannot hold, before anything slow. fields: {name: value}."""
+    for field, value in fields.items():
         if field in PATTERNS:
             refuse_pattern(field, value)
         elif field not in VALUES:
@@ -40,7 +38,7 @@ def refuse_lora_args(given):
 
 def refuse_pattern(field, value):
     """Likewise, for a pattern that could not be read back from the file."""
-    most = flag_types.MOST_RANK if field == "rank_pattern" else flag_types.MOST_ALPHA
+    most = MOST_RANK if field == "rank_pattern" else MOST_ALPHA
     try:
         if value is None:
             raise ValueError(f"{field} is null")
@@ -53,54 +51,12 @@ def refuse_pattern(field, value):
         common.flag_error(f"--lora_args: {e}; give layers by the ends of their names, such as {{\"attn.to_q\": 8}}")
 
 
-def refuse_unused_args(given, lora):
+def refuse_unused_args(fields, lora):
     """InputError for a pattern that fits no layer, which peft would ignore. lora: {name: parameter}."""
     layers = sorted({name.rsplit(".lora_", 1)[0] for name in lora})
     for field in PATTERNS:
-        patterns = given.get(field) or {}
+        patterns = fields.get(field) or {}
         for pattern, (regex, _) in zip(patterns, read_patterns(patterns, field)):
             if not any(map(regex.match, layers)):
                 raise common.InputError(f"--lora_args {field}: no layer of this LoRA is named {pattern}; there are "
                                         f"{', '.join(layers[:4])} ...")
-
-def words_of(value):
-    """What a file says, for an error line: a number, the beginning of a text, or else what it is."""
-    return f"{value!r:.60}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
-
-def number_of_file(value, what):
-    """A number of a file. ValueError if it is a text, true, NaN or too large: a LoRA of infinite strength draws
-    black."""
-    if type(value) not in (int, float) or not abs(value) <= MOST_ALPHA: # (NaN, too)
-        raise ValueError(f"{what} is {words_of(value)}, and no number up to {MOST_ALPHA:,.0f}")
-    return value
-
-# What a pattern of rank_pattern or alpha_pattern may consist of. In peft it is any regex, and one from a file could
-# search for years; one of these parts, with one group and few that repeat, cannot.
-PATTERN = re.compile(r"(?:[\w^$|()-]|\\[.d-]\+?|\[0-9\]\+?|\.\*?)*")
-
-def read_patterns(patterns, what):
-    """rank_pattern or alpha_pattern -> [(compiled regex, number)]: of_layer does what peft's get_pattern_key does with
-    them. ValueError for what could be slow, or is no pattern."""
-    patterns = patterns or {}
-    if not isinstance(patterns, dict):
-        raise ValueError(f"{what} is {words_of(patterns)}, and no object of names and numbers")
-    text, read = "".join(patterns), []
-    if len(text) > 200_000 or len(patterns) > 2000 or text.count(".*") > 40:
-        raise ValueError(f"{what} has too many names")
-    for pattern, value in patterns.items():
-        simple = pattern.count("(") <= 1 and pattern.count(".*") <= 2 and pattern.count("+") <= 2
-        if not simple or not PATTERN.fullmatch(pattern):
-            raise ValueError(f"{what} has {pattern[:60]!r}, which is more than a layer's name")
-        try:
-            regex = re.compile(rf"(.*\.)?({pattern})$")
-        except re.error:
-            raise ValueError(f"{what} has {pattern[:60]!r}, which is no layer's name")
-        read.append((regex, number_of_file(value, f"{what} {pattern[:60]!r}")))
-    return read
-
-def of_layer(patterns, layer, default):
-    """The number of the first of read_patterns' patterns that fits this layer's name."""
-    for pattern, value in patterns:
-        if pattern.match(layer):
-            return value
-    return default

@@ -1,0 +1,249 @@
+"""
+A LoRA's file: read, hashed and parsed once, into one object, which predict.py, train.py and tools/convert_lora.py hand
+on.
+
+Plain files, as train.py and diffusers write them, are read here. foreign_loras.py brings those of other programs to
+this form, and says what is wrong with all others.
+"""
+import functools
+import hashlib
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mode
+
+import safetensors.torch
+
+from common import InputError, MAX_PIXELS, first_words, read_object, warn_once
+from library.cli.flag_types import MOST_ALPHA, MOST_RANK
+from library.files import sniff, tensor_files
+from library.lora import foreign_loras
+from library.lora.lora_paths import PEFT_FILE, find_lora
+from library.lora.peft_config import PATTERNS, check_config, lora_error, number_of_file, scale_of_layer, words_of
+
+# the name of a tensor in diffusers' form: (layer, A or B)
+PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
+                   r"norm_out\.|img_in|txt_in|proj_out)[\w.]{0,99})\.lora_([AB])\.weight")
+# A file costs no more than its size: a LoRA of all of Qwen-Image's layers has 5,000 tensors, with names of 80 letters.
+MOST_TENSORS, MOST_LETTERS = 20_000, 500
+MOST_BYTES = 2**35 # of all matrices: rank 512 of all layers in fp32 has half of that
+LARGE = 2**30 # bytes: a larger file is not read before all names of its tensors are known
+
+
+@dataclass
+class Lora:
+    """A LoRA in memory: what was hashed and checked is what is used, so a file that changes later does not matter."""
+    path: Path # the file
+    hash: str # sha256 of its bytes
+    header: dict # as tensor_files.read_header has it, with the notes of other programs; no tensors
+    # {transformer.LAYER.lora_A.weight: (r, inputs), transformer.LAYER.lora_B.weight: (outputs, r)}, on the CPU; None
+    # where a script has freed them
+    state: dict
+    # as diffusers has it: transformer.lora_alpha, transformer.alpha_pattern, ...; our own entries are train.NAME
+    meta: dict
+
+
+def read_lora(path, rank=64, unchecked=False):
+    """What find_lora takes -> Lora. rank: of what is made of a LoKr or LoHa. unchecked: a file of ours may have another
+    digest than it says. InputError if it is no LoRA, damaged, or holds NaN."""
+    file = find_lora(path)
+    try:
+        data, header = read_bytes(file)
+    except OSError as e:
+        raise InputError(f"{file}: cannot be read ({e.strerror}); mend that, and run the same command again")
+    notes = header.get("__metadata__") or {}
+    signed = [key for key, text in notes.items() if tensor_files.SIGNED.match(text)]
+    if signed and not unchecked: # this project wrote the file, so it can be checked to the bit
+        state, meta = tensor_files.read_tensors(file, signed[0], data=data, note=warn_once)
+    else:
+        state, meta = load_tensors(file, data), diffusers_meta(notes)
+    if not is_plain(file, notes, state, meta):
+        state, meta = foreign_loras.convert(file, header, state, rank)
+    tensor_files.refuse_not_finite(file, state, "its training diverged; take another file")
+    lora = Lora(file, hashlib.sha256(data).hexdigest(), header, state, meta)
+    check_geometry(lora)
+    warn_no_effect(lora)
+    return lora
+
+
+def read_bytes(file):
+    """-> (the bytes of a LoRA's file, its header as tensor_files.read_header has it). InputError says what it is
+    instead, or that it is larger than a LoRA, by its header, before the rest is read."""
+    with open(file, "rb") as f:
+        try:
+            header = tensor_files.read_header(f)
+            tensors = {key: tensor for key, tensor in header.items() if key != "__metadata__"}
+            end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+            if not all(isinstance(text, str) for text in (header.get("__metadata__") or {}).values()):
+                raise ValueError("its header's notes are no texts")
+        except Exception as e: # a foreign file can fail in any way
+            refuse_file(file, first_words(e))
+        try:
+            refuse_header(header)
+        except ValueError as e:
+            raise lora_error(file, first_words(e))
+        except Exception as e:
+            refuse_file(file, first_words(e))
+        size = f.tell() + end
+        if size != f.seek(0, 2):
+            refuse_file(file, f"its header is for {size:,} bytes")
+        if size > LARGE: # no LoRA, or one that takes a while
+            foreign_loras.group_by_layer(file, tensors)
+        f.seek(0)
+        return f.read(), header
+
+
+def refuse_file(file, reason):
+    sniff.refuse(file, reason, functools.partial(lora_error, file), "give a LoRA in .safetensors")
+
+
+def refuse_header(header):
+    """ValueError for more tensors, or longer names, than a LoRA has, before a regex sees them; and for larger matrices,
+    before one is read: a file with holes takes no place on the disk. header: tensor_files.read_header's. Raises
+    anything for one that is none."""
+    names = header.keys() - {"__metadata__"}
+    longest = max(names, key=len, default="")
+    if len(names) > MOST_TENSORS or len(longest) > MOST_LETTERS:
+        raise ValueError(f"it has {len(names):,} tensors, and names of up to {len(longest):,} letters "
+                         f"({longest[:60]} ...)")
+    total = 0
+    for key in names:
+        if foreign_loras.PARTS.fullmatch(key): # a whole model, which may be larger, gets a better line
+            shape, (begin, end) = header[key]["shape"], header[key]["data_offsets"]
+            total += max(4 * math.prod(shape), end - begin)
+            if max(shape, default=0) > foreign_loras.MOST_WIDTH or total > MOST_BYTES:
+                raise ValueError(f"its matrices are larger than a LoRA's ({key} is {shape})")
+
+
+def load_tensors(file, data):
+    """-> {name: tensor}, sorted, as a file has any order."""
+    try:
+        return dict(sorted(safetensors.torch.load(data).items()))
+    except safetensors.SafetensorError as e:
+        refuse_file(file, first_words(e))
+    except Exception as e: # a dtype that torch lacks
+        raise lora_error(file, f"its tensors cannot be read ({first_words(e)})")
+
+
+def diffusers_meta(notes):
+    """-> diffusers' entry of a header's notes {key: text}; None for one that find_configs will refuse."""
+    try:
+        return read_object(notes.get("lora_adapter_metadata", "{}"))
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def is_plain(file, notes, state, meta):
+    """Whether a file is as train.py and diffusers write it: of each layer, under diffusers' names, the two matrices of
+    the rank that its metadata tells; and one alpha for all. notes: its header's; meta: what diffusers_meta returns."""
+    # patterns are regexes, which could search for years, and an alpha may stand in another place
+    if meta is None or "alpha" in " ".join(notes) or file.name == PEFT_FILE:
+        return False
+    if any(meta.get(f"transformer.{field}") for field in PATTERNS):
+        return False
+    alpha, root = meta.get("transformer.lora_alpha", 1), meta.get("transformer.use_rslora", False)
+    if type(alpha) not in (int, float) or type(root) is not bool or not abs(alpha) <= MOST_ALPHA: # NaN, too
+        return False
+    ranks = {} # {layer: [rank of lora_A, rank of lora_B]}
+    for key, matrix in state.items():
+        parts = PLAIN.fullmatch(key)
+        if not parts or matrix.ndim != 2 or matrix.dtype not in foreign_loras.DTYPES:
+            return False
+        layer, half = parts.groups()
+        ranks.setdefault(layer, []).append(matrix.shape["AB".index(half)])
+    for pair in ranks.values():
+        if pair != [pair[0]] * 2 or not 0 < pair[0] == meta.get("transformer.r", pair[0]) <= MOST_RANK:
+            return False
+    return bool(ranks)
+
+
+# ---- what a LoRA tells -----------------------------------------------------------------------------------------------
+
+def check_geometry(lora):
+    """InputError for sizes of its training that are none: they count as much as the flags --target_pixels,
+    --control_pixels and --upscale."""
+    geometry = lora.meta.get("train.geometry")
+    if geometry is None:
+        return
+    wanted = {"target_pixels", "control_pixels", "upscale"}
+    if not isinstance(geometry, dict) or geometry.keys() != wanted or type(geometry["upscale"]) is not bool:
+        raise lora_error(lora.path, f"train.geometry in its header wants {', '.join(sorted(wanted))}, the last of them "
+                         "true or false")
+    for name in ("target_pixels", "control_pixels"):
+        area = geometry[name]
+        if area != "native" and (type(area) is not int or not 32 * 32 <= area <= MAX_PIXELS):
+            raise lora_error(lora.path, f"{name} {words_of(area)} of train.geometry in its header is no area")
+
+
+def warn_no_effect(lora):
+    """A line for a LoRA that changes nothing, or does the opposite of what was trained."""
+    alphas = [lora.meta.get("transformer.lora_alpha", 1), *(lora.meta.get("transformer.alpha_pattern") or {}).values()]
+    if not any(a.any() and b.any() for a, b in matrices_of(lora).values()):
+        warn_once(f"warning: {lora.path}: has no effect: each layer's lora_A or lora_B is zero, as before the first "
+                  "step of a training")
+    elif not any(alphas):
+        warn_once(f"warning: {lora.path}: has no effect: its alpha is 0")
+    elif min(alphas) < 0:
+        warn_once(f"warning: {lora.path}: has a negative alpha, {min(alphas):g}, so it does the opposite of what was "
+                  "trained")
+
+
+def matrices_of(lora):
+    """-> {layer: [lora_A (r, inputs), lora_B (outputs, r)]}."""
+    state = lora.state
+    layers = [key[len("transformer."):-len(".lora_A.weight")] for key in state if key.endswith(".lora_A.weight")]
+    return {layer: [state[f"transformer.{layer}.lora_{half}.weight"] for half in "AB"] for layer in layers}
+
+
+def config_of(lora):
+    """-> LoraConfig's arguments: layers and ranks are those of the tensors, alpha is the metadata's, or else the
+    rank."""
+    matrices = matrices_of(lora)
+    ranks = {layer: len(matrices[layer][0]) for layer in sorted(matrices)} # safetensors has any order
+    most = mode(ranks.values())
+    patterns = {} # ^: these layers and no others. One pattern for each rank, as peft tries all of them for each layer
+    for rank in {*ranks.values()} - {most}:
+        patterns[f"^({'|'.join(layer for layer in ranks if ranks[layer] == rank)})"] = rank
+    config = dict(r=most, lora_alpha=most, rank_pattern=patterns, alpha_pattern=patterns, target_modules=list(ranks))
+    if "transformer.lora_alpha" in lora.meta:
+        config.update(lora_alpha=lora.meta["transformer.lora_alpha"],
+                      use_rslora=lora.meta.get("transformer.use_rslora", False),
+                      alpha_pattern=lora.meta.get("transformer.alpha_pattern") or {})
+    return config
+
+
+def with_prefix(prefix, named):
+    """{name: value} -> {prefix.name: value}."""
+    return {f"{prefix}.{name}": value for name, value in named.items()}
+
+
+# ---- a finished run's file, for a training that goes on from it ------------------------------------------------------
+
+def unfold(lora):
+    """-> the same LoRA, if predict.save_lora has not folded the scales into lora_B; else as in the run's checkpoints:
+    lora_B as it was trained, and each layer's alpha. The change of the weights stays, and a step of training makes of
+    it what it makes of the checkpoint's. InputError for an entry that cannot be ours."""
+    if "train.folded" not in lora.meta:
+        return lora
+    file, folded = lora.path, lora.meta["train.folded"]
+    alphas, state = {}, dict(lora.state)
+    try:
+        matrices = matrices_of(lora)
+        config = {key.removeprefix("transformer."): value for key, value in lora.meta.items()}
+        config = check_config(file, config, len(matrices))
+        for layer, (a, b) in matrices.items():
+            # of a file of ours the scale by its config is 1 now; another program may have changed its alpha
+            own = scale_of_layer(file, config, layer, len(a)) if "lora_alpha" in config else 1.0
+            scale = number_of_file(folded[layer], f"that of {layer}")
+            if min(abs(scale), abs(own)) < 1e-6: # (number_of_file knows what is too large)
+                raise ValueError(f"that of {layer} is {scale:g}")
+            alphas[layer] = number_of_file(own * scale * len(a), f"the alpha of {layer}")
+            state[f"transformer.{layer}.lora_B.weight"] = b = b.float() / scale
+            if not b.isfinite().all():
+                raise ValueError(f"lora_B of {layer} would overflow")
+    except (ArithmeticError, KeyError, TypeError, ValueError) as e:
+        raise lora_error(file, f"its entry train.folded is no scale of 1e-6 to 1e6 for each layer ({first_words(e)})",
+                         "take another copy, or a checkpoint of its run")
+    train = {key: value for key, value in lora.meta.items() if key.startswith("train.")}
+    return replace(lora, state=state, meta=foreign_loras.alpha_meta(alphas) | train)
