@@ -45,7 +45,6 @@ from library.cli.flag_types import key_value, natural, not_negative, number, pos
 from library.data import dataset, stat_cache
 from library.lora.lora_paths import LORA_FILE, checkpoints, find_lora
 from library.models import environment
-from library.results.result_files import code_hash
 from training import best_step, lora_args, optimizers, run_folder
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
@@ -637,7 +636,7 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 config = resume.compared_settings(args, pretrained_hash=pretrained_hash, geometry=geometry, data_hash=cache.data_hash(epoch),
                          model_hash=hashes["model"], scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
-around = versions | environment.describe_environment() | dict(recipe=code_hash(["train.py"]))
+around = versions | environment.describe_environment() | dict(script=common.file_hash(__file__)[:12])
 base = base_model.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
 

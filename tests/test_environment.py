@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,8 +20,7 @@ from PIL import ImageFile
 import common
 from library.cli import command_line
 from library.models import devices, environment, hub
-from library.results import code_hash
-from tests.harness import (HERE, add_item, assert_same_run, is_one_line, log_of, refused, run_script, train)
+from tests.harness import (HERE, ON_DEVICE, add_item, assert_same_run, is_one_line, log_of, refused, run_script, train)
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
@@ -193,18 +193,18 @@ def test_a_run_that_goes_on_in_other_surroundings_says_so_once(data, tmp_path, m
     assert result.status == 0 and result.out.count("other than when this run began: environment") == 1, result.out
     assert len(log_of(tmp_path / "run")) == 4
 
-def test_an_edited_loss_is_said_by_a_run_that_goes_on(data, tmp_path, monkeypatch):
-    """A comment is no edit, and a log of an older train.py that does not know is no line."""
+def test_an_edited_script_is_said_by_a_run_that_goes_on(data, tmp_path):
+    """A log that does not know is no line."""
     flags = ["--cache_dir", tmp_path / "cache", "--lr_scheduler", "constant", "--out_dir", tmp_path / "run"]
-    assert train(data, tmp_path, *flags).status == 0
-    real = code_hash.TRAINING
-    for steps, old, new, said in ((3, "error = (pred", "# a comment\n        error = (pred", False),
-                                  (4, ".square().mean(-1) # (I,)", ".abs().mean(-1)", True)):
-        monkeypatch.setattr(code_hash, "TRAINING", real.replace(old, new))
-        result = train(data, tmp_path, *flags, "--resume", "--max_steps", steps)
+    script = shutil.copy(HERE / "train.py", tmp_path)
+    call = lambda *more: run_script(script, "--data", data, "--val_data", "--batch_size", 2, *ON_DEVICE, *flags, *more)
+    assert call("--max_steps", 1).status == 0
+    for steps, edit, said in ((2, "", False), (3, "\n# edited\n", True)):
+        Path(script).write_text(Path(script).read_text("utf-8") + edit, "utf-8")
+        result = call("--resume", "--max_steps", steps)
         assert result.status == 0, result.err
-        assert ("other than when this run began: recipe" in result.out) == said, result.out
-    assert environment.environment_changes("{}", dict(recipe="a")) == []
+        assert ("other than when this run began: script" in result.out) == said, result.out
+    assert environment.environment_changes("{}", dict(script="a")) == []
 
 def test_a_plan_and_a_device_that_is_named_need_no_card(tmp_path):
     """Nor does tiny, nor a name that is only misspelt, as another line answers it."""

@@ -28,7 +28,8 @@ def test_a_lora_of_an_older_format_is_read_as_any_plain_lora_is(tmp_path):
     """At its own scale, and with what it says about its training."""
     meta = {"transformer.r": 2, "transformer.lora_alpha": 4, "train.step": 3}
     path = save_older(tmp_path / predict.LORA_FILE, lora_tensors(), meta, "lora_adapter_metadata")
-    state, read = predict.read_lora(path)
+    lora = predict.read_lora(path)
+    state, read = lora.state, lora.meta
     assert_bitwise(state, lora_tensors())
     assert read["transformer.lora_alpha"] == 4 and read["train.step"] == 3
 
