@@ -51,8 +51,9 @@ from library.results.result_files import encode_png, is_finished
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
-    parser = command_line.Parser(__doc__, "--model MODEL --lora LORA --image PICTURE --prompt TEXT [--out FILE] [--seed N] "
-                           "[--num_inference_steps N] [--true_cfg_scale X] [--quantize int8] [--offload N]")
+    parser = command_line.Parser(__doc__, "--model MODEL --lora LORA --image PICTURE --prompt TEXT [--out FILE] "
+                                 "[--seed N] [--num_inference_steps N] [--true_cfg_scale X] [--quantize int8] "
+                                 "[--offload N]")
     command_line.add_model_flags(parser)
     flag = parser.group("what to generate")
     flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=on_disk)
@@ -115,7 +116,7 @@ def read_flags():
         args.out_dir = args.out.parent
     dataset.refuse_missing_input(args)
     # hashed before Python reads most of it, in the ten seconds in which an editor may save it
-    args.code = result_files.code_hash(result_files.drawing_files(args))
+    args.code = result_files.drawing_hash(__file__, args)
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
@@ -622,7 +623,7 @@ def main(args):
     models = common.on_first_process(lambda: dict(zip(parts, map(hash_part, parts.values()))))
 
     def refuse_replaced(): # on each process, where the same files may lie elsewhere. (LoRAs are in memory, not mapped)
-        if result_files.code_hash(result_files.drawing_files(args)) != args.code:
+        if result_files.drawing_hash(__file__, args) != args.code:
             raise InputError("predict.py: the code that draws has changed since this command began; run it again")
         stat_cache.refuse_changed_files(parts.values(), models.values(), hash_part)
 

@@ -25,11 +25,11 @@ END = b"\0\0\0\0IEND\xaeB`\x82" # the last chunk of every PNG
 MOST_BYTES = 120 # of a name that we choose, before its key: some disks (eCryptfs) take 143 in all
 ROOT = Path(__file__).parents[2]
 ENCODING = "cache.py library/data/picture_files.py library/data/automatic_mask.py".split()
-DRAWING = ["rope_patch.py", "predict.py", *ENCODING]
+DRAWING = ["rope_patch.py", *ENCODING] # beside predict.py
 
-def drawing_files(args):
-    """-> the files of the project whose code draws with these flags of predict.py, as paths in its folder."""
-    files = [*DRAWING]
+def drawing_hash(script, args):
+    """A hash of the code that draws with these flags of predict.py. script: its path, which may be an edited copy's."""
+    files = [script, *DRAWING]
     if args.lora:
         files += sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("library/lora/*.py"))
     if args.quantize != "none":
@@ -38,11 +38,10 @@ def drawing_files(args):
         files.append("library/models/offloading.py")
     if is_one_file(args.transformer):
         files.append("library/models/one_file.py")
-    return files
+    return code_hash(files)
 
 def code_hash(files):
-    """A hash of the bytes of these files, paths in the project's folder: ENCODING makes encoded files, drawing_files
-    the results, and train.py a LoRA."""
+    """A hash of the bytes of these files, paths in the project's folder: ENCODING makes encoded files."""
     digest = hashlib.sha256()
     for file in files:
         digest.update((ROOT / file).read_bytes())
