@@ -17,9 +17,9 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A result is called NAME-1a2b3c4d.png: the letters are a hash of all that decides it, settings, LoRAs and the
-code that draws it. If it is there already, it is not generated again. --out, or `out` of a line, names the file itself:
-an older result is replaced there, and a file that predict.py has not made never. Shape letters as in rope_patch.py.
+encoding. A result is called NAME-1a2b3c4d.png: the letters are a hash of all that decides it, such as settings, LoRAs
+and code. If it is there already, it is not generated again. --out, or `out` of a line, names the file itself: an older
+result is replaced there, but never a file that predict.py has not made. Shape letters as in rope_patch.py.
 """
 import os
 import sys
@@ -115,6 +115,8 @@ def read_flags():
         args.out = Path(args.out)
         args.out_dir = args.out.parent
     dataset.refuse_missing_input(args)
+    # hashed before Python reads most of it, in the ten seconds in which an editor may save it
+    args.code = result_files.drawing_hash(__file__, args)
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
@@ -448,8 +450,6 @@ def save_png(image, path, *texts):
     """texts: as for encode_png. InputError if the disk is full, or if there is a file that is not ours."""
     common.write_file(path, encode_png(image, *texts), result_files.OURS)
 
-SHEET_ROWS = 24 # samples on a sheet of results
-
 # ==== the command line ================================================================================================
 
 def find_geometry(args, loras):
@@ -534,9 +534,9 @@ class Picture:
             said["line"] = f"{jobs}:{self.sample.job_fields['line']}"
         return said
 
-def plan_pictures(requests, args, models, loras, code):
+def plan_pictures(requests, args, models, loras):
     """-> [Picture]. requests: plan_requests's; models: {part: hash} of transformer and scheduler; loras: hashes of
-    args.lora, as one that is trained on is another one; code: a hash of the code that draws."""
+    args.lora, as one that is trained on is another one."""
     pictures = []
     for (row, (sample, settings)), seed, scale in product(enumerate(requests), args.seed, args.scales):
         if len(args.seed) > 1: # a line's own seed is the only one
@@ -546,7 +546,7 @@ def plan_pictures(requests, args, models, loras, code):
         encoded = [file.stem for file in cache.files_of(sample)]
         deciding = {name: value for name, value in vars(settings).items() if name != "size_from"}
         key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
-                                 code=code, **deciding)
+                                 code=args.code, **deciding)
         # its title, and the end of its name, where there are several of a sample
         words = []
         end = ""
@@ -556,14 +556,7 @@ def plan_pictures(requests, args, models, loras, code):
         if len(args.scales) > 1:
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
-        # its file: the name that the user has given, or one that tells its key; a folder's picture keeps its subfolder
-        if given := args.out or sample.job_fields.get("out"):
-            path = args.out_dir / Path(given).with_stem(Path(given).stem + end) # (--out_dir is the folder of --out)
-        else:
-            stem = sample.name if args.image else result_files.picture_stem(sample)
-            if "line" in sample.job_fields: # without the line's number, which an edit of the list changes
-                stem = stem.split("-", 1)[1]
-            path = result_files.result_path(args.out_dir, stem + end, key)
+        path = result_files.result_path(args, sample, end, key)
         pictures.append(Picture(sample, settings, strengths, row, ", ".join(words) or "result", key, path))
     return pictures
 
@@ -619,10 +612,6 @@ def main(args):
 
     # what to generate, at which sizes, with which models. LoRAs are read once, so they are what their hashes say.
     # Models are hashed before they are loaded (the sizes that the first LoRA wants are in the pictures' keys, too)
-    at_work = dict(quantization=args.quantize != "none", offloading=args.offload,
-                   one_file=is_one_file(args.transformer))
-    rooms = [*result_files.DRAWING, *[f"library/models/{name}.py" for name, used in at_work.items() if used]]
-    code = result_files.code_hash(rooms)
     loras = [read_lora(path) for path in args.lora]
     lora_hashes = [lora.hash for lora in loras]
     devices.refuse_differences("--lora", dict(sha256=lora_hashes)) # processes may be on several machines
@@ -639,7 +628,7 @@ def main(args):
     models = common.on_first_process(lambda: dict(zip(parts, map(hash_part, parts.values()))))
 
     def refuse_replaced(): # on each process, where the same files may lie elsewhere. (LoRAs are in memory, not mapped)
-        if result_files.code_hash(rooms) != code: # by an editor, in the ten seconds in which the libraries were loaded
+        if result_files.drawing_hash(__file__, args) != args.code:
             raise InputError("predict.py: the code that draws has changed since this command began; run it again")
         cache.refuse_changed_parts(parts.values(), models.values(), args.cache_dir)
 
@@ -651,11 +640,13 @@ def main(args):
         common.print_problems(sample_checks.result_warnings(args, requests))
 
     # a picture for each sample, seed and scale; those that are there already, whole, stay
-    pictures = plan_pictures(requests, args, models, lora_hashes, code)
-    common.on_first_process(lambda: result_files.refuse_names([(p.path, p.key) for p in pictures], inputs,
-                                                              args.jobs or "--image",
-                                                              disk.longest_name(args.out_dir)))
-    finished = common.on_first_process(lambda: {p.path for p in pictures if is_finished(p.path, p.key)})
+    pictures = plan_pictures(requests, args, models, lora_hashes)
+
+    def find_finished():
+        result_files.refuse_names(pictures, inputs, args.jobs or "--image", disk.longest_name(args.out_dir))
+        return {p.path for p in pictures if is_finished(p.path, p.key)}
+
+    finished = common.on_first_process(find_finished)
     missing = list({p.path: p for p in pictures if p.path not in finished}.values())
     if missing:
         common.on_first_process(lambda: disk.try_cache(args))
@@ -682,10 +673,10 @@ def main(args):
         common.gather_objects(None) # waits for all: torchrun would end the others when one returns 1
     if first and missing:
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
-        drawn = [p for p in pictures if p.row < SHEET_ROWS and is_finished(p.path, p.key)]
+        drawn = [p for p in pictures if p.row < contact_sheets.SHEET_ROWS and is_finished(p.path, p.key)]
         if len(drawn) > 1:
             key = common.content_key(pictures=[p.key for p in drawn])
-            path = result_files.result_path(args.out_dir, "sheet", key)
+            path = result_files.keyed_path(args.out_dir, "sheet", key)
             save_png(contact_sheets.results_sheet(drawn), path, key)
             common.say(f"{path}: {len(drawn)} of them side by side")
     if dist.is_initialized():

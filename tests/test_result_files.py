@@ -153,12 +153,24 @@ def test_a_result_stays_whichever_line_asks_for_it_now(here, tmp_path, edit):
 
 def test_long_names_are_cut_and_a_given_one_is_an_error(here, tmp_path):
     """A name that we choose fits the disks that take 143 bytes; letters are never halved."""
-    path = result_files.result_path(tmp_path, "\u96ea" * 200, "0123456789")
+    path = result_files.keyed_path(tmp_path, "\u96ea" * 200, "0123456789")
     assert len(os.fsencode(path.name)) <= 143 and path.name.endswith("\u96ea-01234567.png")
-    odd = result_files.result_path(tmp_path, "caf\udce9", "0123456789")
+    odd = result_files.keyed_path(tmp_path, "caf\udce9", "0123456789")
     assert odd.name == "caf\udce9-01234567.png"
     with refused("x" * 300, "too long", "shorter"):
-        result_files.refuse_names([(tmp_path / ("x" * 300 + ".png"), "k")], [], "--jobs", 255)
+        result_files.refuse_names([SimpleNamespace(path=tmp_path / ("x" * 300 + ".png"), key="k")], [], "--jobs", 255)
+
+def test_out_is_a_path_from_here(here, tmp_path):
+    """Its folder is not put before it twice; `out` of a line is a path in --out_dir."""
+    flags = ["--image", here / "in/bee.png", "--prompt", "go"]
+    for out in ("x.png", "deep/y.png"):
+        result = run_script("predict.py", *flags_of(here, tmp_path)[2:], *flags, "--out", out, folder=tmp_path)
+        assert result.status == 0 and (tmp_path / out).is_file(), result.err
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text(json.dumps(dict(image=str(here / "in/bee.png"), prompt="go", out="z/w.png")), "utf-8")
+    assert run_script("predict.py", *flags_of(here, "results"), "--jobs", jobs, folder=tmp_path).status == 0
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png")) == [
+        "deep/y.png", "results/z/w.png", "x.png"]
 
 def test_of_two_processes_each_draws_its_share_and_the_sheet_shows_all(here, tmp_path, start):
     jobs = tmp_path / "jobs.jsonl"
@@ -326,13 +338,23 @@ def test_edited_code_draws_anew_beside_the_older_pictures(here, tmp_path, edit, 
     assert first != second and pixels(tmp_path / "out" / first) == pixels(tmp_path / "out" / second)
     assert not draw(here, tmp_path / "out", *flags).drawn
 
+def test_an_edited_copy_of_predict_py_draws_its_own(here, tmp_path):
+    script = Path(shutil.copy(result_files.ROOT / "predict.py", tmp_path))
+    flags = [*flags_of(here, tmp_path / "out"), "--image", here / "in/bee.png", "--prompt", "go"]
+    for count, edit in ((1, ""), (1, ""), (2, "\n# edited\n")):
+        script.write_text(script.read_text("utf-8") + edit, "utf-8")
+        assert run_script(str(script), *flags).status == 0
+        assert len(list((tmp_path / "out").iterdir())) == count
+
 def test_a_room_counts_where_its_flag_is_on(here, tmp_path, edit):
-    flags = ["--image", here / "in/bee.png", "--prompt", "go"]
-    for more in ([], ["--quantize", "int8"]):
-        draw(here, tmp_path / "out", *flags, *more)
-    edit("library/models/quantization.py")
-    assert not draw(here, tmp_path / "out", *flags).drawn
-    assert draw(here, tmp_path / "out", *flags, "--quantize", "int8").drawn
+    flags, lora = ["--image", here / "in/bee.png", "--prompt", "go"], lora_file(tmp_path, lora_tensors())
+    draw(here, tmp_path / "out", *flags)
+    for file, added, file_of_lora in (("library/models/quantization.py", ["--quantize", "int8"], ""),
+                                ("library/lora/foreign_loras.py", [], lora)):
+        assert draw(here, tmp_path / "out", *flags, *added, lora=file_of_lora).drawn
+        edit(file)
+        assert not draw(here, tmp_path / "out", *flags).drawn
+        assert draw(here, tmp_path / "out", *flags, *added, lora=file_of_lora).drawn
 
 def test_code_that_is_saved_while_the_libraries_load_is_one_line(here, tmp_path, monkeypatch):
     """It was hashed, and perhaps not read by Python yet."""

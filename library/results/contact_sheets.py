@@ -13,6 +13,7 @@ from common import InputError, printable
 from library.data.picture_files import read_image
 
 CELL = 192 # pixels
+SHEET_ROWS = 24 # samples on a sheet of results
 MOST_LETTERS = 1000 # of a text in a cell, which has room for 300
 
 

@@ -18,17 +18,30 @@ from PIL import Image, PngImagePlugin
 
 import common
 from common import InputError, refuse_to_replace
+from library.cli.flag_types import is_one_file
 
 OURS = rb"tEXtkey\0" # is in every picture that predict.py and train.py have written
 END = b"\0\0\0\0IEND\xaeB`\x82" # the last chunk of every PNG
 MOST_BYTES = 120 # of a name that we choose, before its key: some disks (eCryptfs) take 143 in all
 ROOT = Path(__file__).parents[2]
 ENCODING = "cache.py library/data/picture_files.py library/data/automatic_mask.py".split()
-DRAWING = ["rope_patch.py", "predict.py", *ENCODING]
+DRAWING = ["rope_patch.py", *ENCODING] # beside predict.py
+
+def drawing_hash(script, args):
+    """A hash of the code that draws with these flags of predict.py. script: its path, which may be an edited copy's."""
+    files = [script, *DRAWING]
+    if args.lora:
+        files += sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("library/lora/*.py"))
+    if args.quantize != "none":
+        files.append("library/models/quantization.py")
+    if args.offload:
+        files.append("library/models/offloading.py")
+    if is_one_file(args.transformer):
+        files.append("library/models/one_file.py")
+    return code_hash(files)
 
 def code_hash(files):
-    """A hash of the bytes of these files, paths in the project's folder: ENCODING makes encoded files, DRAWING the
-    results, and train.py a LoRA."""
+    """A hash of the bytes of these files, paths in the project's folder: ENCODING makes encoded files."""
     digest = hashlib.sha256()
     for file in files:
         digest.update((ROOT / file).read_bytes())
@@ -40,7 +53,20 @@ def picture_stem(sample):
     """A sample's name may lead through folders of its dataset; its picture's name does not."""
     return sample.name.replace("/", "-")
 
-def result_path(folder, stem, key):
+def result_path(args, sample, end, key):
+    """-> the file of a result: the one that the user has named (--out, or `out` of the sample's line of --jobs), or a
+    name that we choose in --out_dir. end: what sets it apart from the sample's other results, such as -s1."""
+    named = args.out
+    if "out" in sample.job_fields:
+        named = args.out_dir / sample.job_fields["out"]
+    if named:
+        return named.with_stem(named.stem + end)
+    stem = sample.name if args.image else picture_stem(sample) # a folder's picture keeps its subfolder
+    if "line" in sample.job_fields: # without the line's number, which an edit of the list changes
+        stem = stem.split("-", 1)[1]
+    return keyed_path(args.out_dir, stem + end, key)
+
+def keyed_path(folder, stem, key):
     """The name that we choose for a result: its stem, cut to MOST_BYTES, never within a letter, and eight letters of
     its key. The stem may begin with a subfolder."""
     path = folder / stem
@@ -57,16 +83,17 @@ def identity_of(path):
         return about.st_dev, about.st_ino
     return str(path.parent.resolve() / path.name)
 
-def refuse_names(keys, inputs, where, most):
+def refuse_names(results, inputs, where, most):
     """InputError if a result would overwrite a picture that is read, another result, or a file that is not ours.
-    keys: [(path of a result, its key)]; inputs: paths that are read; where: the flag that has named the results;
-    most: bytes of a name on this disk."""
+    results: what has a path and a key; inputs: paths that are read; where: the flag that has named the results; most:
+    bytes of a name on this disk."""
     used = {identity_of(Path(path)): None for path in inputs}
-    for path, key in keys:
+    for result in results:
+        path = result.path
         if len(os.fsencode(path.name)) > most:
             raise InputError(f"{path}: its name is too long for a file; give a shorter one, with --out or a line of "
                              "--jobs")
-        if used.setdefault(identity_of(path), key) != key:
+        if used.setdefault(identity_of(path), result.key) != result.key:
             raise InputError(f"{where}: {path} would overwrite a picture that is read, or another result; give it "
                              "another name")
         refuse_to_replace(path, OURS)
