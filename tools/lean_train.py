@@ -2,9 +2,8 @@
 The whole training on one page, to be read before train.py: before/after pictures -> a LoRA for Qwen-Image-Edit.
 
 $ python tools/lean_train.py                                                    # the photographs and model in tiny/
-$ python tools/lean_train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --out_dir out/snow
+$ python tools/lean_train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --out_dir out/snow # --resume: go on
 $ torchrun --nproc_per_node=8 tools/lean_train.py --batch_size 8 --model ...   # eight GPUs share each step
-$ python tools/lean_train.py --model ... --resume                               # the same, after Ctrl-C or a kill
 
 In one process on a CPU train.py computes the same with the same flags, bit for bit. This lacks: validations, --plan,
 --no-use_cache, --fsdp, --compile, --tracker, --pretrained_lora, --preserve, --weight_decay, other kinds of LoRA and
@@ -26,10 +25,8 @@ from library.cli import command_line
 from library.cli.command_line import key_value, natural, not_negative, number, positive
 from library.data import dataset
 from library.files import stray_files, tensor_files
-from library.lora.lora_paths import LORA_FILE
 
 # ---- flags: flag(name, default, help); others come from common -------------------------------------------------------
-
 parser = command_line.Parser(__doc__)
 command_line.add_model_flags(parser)
 command_line.add_data_flags(parser)
@@ -66,7 +63,6 @@ if there and not saved and not (args.resume and there == {"log.jsonl"}): # which
 dataset.check_datasets(args) # an error in any sample's files ends the script here, before anything slow
 
 import torch # from here on imports take ten seconds; what is above needs one
-import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler
 import cache
 import predict
@@ -74,9 +70,8 @@ from library.models import devices
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 # ---- the recipe: which sample, at which noise, with which loss -------------------------------------------------------
-# A sample (dataset.Planned): a target (the picture wanted), its controls (those given) and prompts, all encoded before
-# the first step. All that is random depends on seed and position in the stream of samples, so that one number resumes a
-# run. The functions also read epoch, scheduler_config, transformer, dtype, rank, world_size, which the run makes below.
+# A sample (dataset.Planned): a target (picture wanted), its controls (those given) and prompts, all encoded. What is
+# random depends on seed and position in the stream of samples, so one number resumes a run. The run makes the globals.
 
 def generator(*what):
     seed = int(hashlib.sha256(repr((args.seed, *what)).encode()).hexdigest()[:8], 16)
@@ -140,8 +135,7 @@ devices.start_processes(args) # torchrun starts several of this script; else the
 rank, world_size = common.rank(), common.world()
 dtype = getattr(torch, args.dtype) # of the frozen model; LoRA, gradients and optimizer are fp32
 
-# Data. What the cache lacks is encoded now. The encoders are gone before the transformer comes. geometry: the
-# pictures' sizes in pixels, which the LoRA's file tells predict.py.
+# Data. What the cache lacks is encoded now. geometry: the pictures' sizes, which the LoRA's file tells predict.py.
 model_folder, pipe = cache.find_pipeline(args)
 transformer_folder, transformer_file = predict.find_transformer(args)
 samples, _, geometry, _ = cache.make_cache(pipe, model_folder, args)
@@ -176,7 +170,6 @@ if saved:
     step, lines = state["step"], stray_files.read_text(log, common.LONG_TEXT).splitlines()
     for name, p in lora.items():
         p.data.copy_(tensors[name])
-    # Its state may have any form, so the file has torch.save's bytes of it, as one tensor. (train.py avoids pickles.)
     optimizer.load_state_dict(torch.load(io.BytesIO(tensors["optimizer"].numpy()), "cpu", weights_only=True))
 if rank == 0: # a line for each step is in the log: those of later steps go, as these steps run again
     common.write_file(log, "".join(f"{line}\n" for line in lines[:step + 1]).encode(), rb'\A\{"command": ')
@@ -196,7 +189,7 @@ with common.catch_signals() as signals:
         numbers[-1] = len(signals)
         if world_size > 1: # sums over the processes
             for shared in (numbers, *[p.grad for p in lora.values()]):
-                dist.all_reduce(shared)
+                torch.distributed.all_reduce(shared)
         *losses, stop = numbers.tolist()
         loss = sum(losses) / args.batch_size
         # Clip the gradient, and end before a step that would ruin the weights: one NaN makes all of them NaN.
@@ -215,13 +208,13 @@ with common.catch_signals() as signals:
             with open(log, "a", encoding="utf-8") as f:
                 f.write(json.dumps(record) + "\n")
         if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
-            predict.save_lora(args.out_dir / LORA_FILE, transformer, dict(step=step, geometry=geometry))
-            pickled = io.BytesIO()
+            predict.save_lora(args.out_dir / predict.LORA_FILE, transformer, dict(step=step, geometry=geometry))
+            pickled = io.BytesIO() # its state may have any form, so the file has these bytes. (train.py has no pickles)
             torch.save(optimizer.state_dict(), pickled)
             tensors = lora | dict(optimizer=torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8))
             tensor_files.write_tensors(state_file, tensors, dict(step=step, config=config))
-            tell(f"{args.out_dir / LORA_FILE}: trained for {step} of {args.max_steps} steps")
+            tell(f"{args.out_dir / predict.LORA_FILE}: trained for {step} of {args.max_steps} steps")
         if stop:
             break
 if world_size > 1:
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()

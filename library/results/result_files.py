@@ -18,7 +18,7 @@ from PIL import Image, PngImagePlugin
 
 import common
 from common import InputError, refuse_to_replace
-from library.cli.flag_types import is_one_file
+from library.cli.command_line import is_one_file
 
 OURS = rb"tEXtkey\0" # is in every picture that predict.py and train.py have written
 END = b"\0\0\0\0IEND\xaeB`\x82" # the last chunk of every PNG
