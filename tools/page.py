@@ -183,7 +183,8 @@ def chart(title, lines):
     rounds = [x for x in ticks(0, right, 4) if x < 0.82 * right] # the last step is marked, and needs room
     for x in [*rounds, right]:
         marks.append(node("span", short(x), class_="x", style=f"left:{x / right:.2%}"))
-    plot = node("div", *marks, svg, node("i", class_="cursor"), node("i", class_="now"), class_="plot", data_right=right)
+    plot = node("div", *marks, svg, node("i", class_="cursor"), node("i", class_="now"), class_="plot",
+                data_right=right)
     return node("figure", node("figcaption", node("strong", title), *keys, node("output")), plot, class_="chart")
 
 def curves(run):

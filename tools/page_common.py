@@ -115,7 +115,8 @@ def save_page(path, title, sections):
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     # without this hash in its head, no browser would run the script: nor does one run a stranger's
     script = re.search("<script>(.*?)</script>", template, re.DOTALL)[1]
-    parts = dict(title=escape(printable(title)), hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    parts = dict(title=escape(printable(title)),
+                 hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
                  body="".join(tostring(part, "unicode", method="html") for part in sections if part is not None))
     page = re.sub("<!--(title|hash|body)-->", lambda place: parts[place[1]], template)
     write_file(path, page.encode("utf-8", "replace"), PAGE)
