@@ -18,8 +18,8 @@ from library.models import devices
 from library.data import stat_cache
 import predict
 from tests.harness import (ON_DEVICE, TINY, add_item, assert_bitwise, cached_files, change_weight, copy_model,
-                           is_one_line, lora_file, lora_of, lora_tensors, make_cache, paint_picture, run_script, save,
-                           steps_of)
+                           is_one_line, lora_file, lora_of, lora_tensors, make_cache,
+                           paint_picture, results_of, run_script, save, steps_of)
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -140,7 +140,7 @@ def test_the_class_of_a_pipeline_that_is_replaced_later_changes_nothing(here, mo
     result = draw_in(here, "--cache_dir", here / "new")
     assert want.status == result.status == 0, result.err
     assert {*cached_files(here / "other")} == {*cached_files(here / "new")}
-    pictures = [Image.open(here / name / "a.png") for name in ("want", "out")]
+    pictures = [Image.open(results_of(here / name)["a"]) for name in ("want", "out")]
     assert pictures[0].info["key"] == pictures[1].info["key"] and pictures[0].tobytes() == pictures[1].tobytes()
 
 @pytest.mark.parametrize("script", ["predict", "train"])
@@ -175,11 +175,11 @@ def test_a_lora_that_changes_when_it_has_been_read_changes_no_picture(here, monk
         before(patch, cache, moment, functools.partial(other_lora, here) if change == "other" else lora.unlink)
         result = draw_in(here)
     assert want.status == result.status == 0, result.err
-    pictures = [Image.open(here / name / "a.png") for name in ("want", "out")]
+    pictures = [Image.open(results_of(here / name)["a"]) for name in ("want", "out")]
     assert pictures[0].info["key"] == pictures[1].info["key"] and pictures[0].tobytes() == pictures[1].tobytes()
     if change == "other":
         again = draw_in(here, "--out_dir", here / "again")
-        assert again.status == 0 and Image.open(here / "again/a.png").tobytes() != pictures[0].tobytes(), again.err
+        assert again.status == 0 and Image.open(results_of(here / "again")["a"]).tobytes() != pictures[0].tobytes(), again.err
 
 @pytest.mark.parametrize("change", [
     lambda file: change_weight_of(file), shrink, lambda file: file.unlink(), lambda file: file.write_bytes(b"x")],

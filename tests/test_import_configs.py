@@ -19,7 +19,7 @@ from common import CONTROLS
 from library.cli import command_line
 from library.data.dataset import read_dataset
 from tests.harness import HERE, is_one_line, paint_picture, paste, run_script, save
-from tests.test_import_data import PICTURES, hole, import_data, masks_of, put, write_rows
+from tests.import_sources import PICTURES, hole, import_data, masks_of, put, write_rows
 from tools import import_configs
 from tools.import_configs import Settings, translate
 

@@ -15,36 +15,12 @@ import safetensors.torch
 import torch
 from PIL import Image, ImageOps
 
-from library.data import picture_files
 from library.data.dataset import read_dataset
 from library.files import tensor_files
 import predict
 from tests.harness import (NATIVE, add_item, assert_same, index_of, is_one_line, load, make_cache, paint_picture,
                            paste, refused, run_script, save, train)
-
-PICTURES = [paint_picture((64, 32), seed=n, mode="L") for n in range(6)] # told apart by their numbers; masks are gray
-
-def put(source, files, captions=()):
-    """Pictures 0, 1, ... under these names, and captions."""
-    for n, name in enumerate(files.split()):
-        save(PICTURES[n], source / name, format="PNG") # also as .jpg: content counts
-    for name in captions:
-        (source / name).write_text("go", "utf-8")
-    return source
-
-def import_data(source, out, *flags, status=0):
-    """-> result with the samples by name: prompts, numbers of target and controls, number of the mask. source: or None,
-    if flags name the folders."""
-    result = run_script("tools/import_data.py", *[source] * (source is not None), out, *flags)
-    assert result.status == status and out.exists() != bool(status), result.err
-    assert all(map(is_one_line, result.errors)) and not list(out.parent.glob(".import-*"))
-    no_dataset = status or list(out.glob("*.json")) # but a cache
-    found, problems = ([], []) if no_dataset else read_dataset(out)
-    assert not problems and (result.errors or not status)
-    known = [p.convert("RGB") for p in PICTURES]
-    number = lambda path: path and [*map(picture_files.read_image(path).__eq__, known), True].index(True)
-    result.samples = {s.name: (s.prompts, [*map(number, [s.target, *s.controls])], number(s.mask)) for s in found}
-    return result
+from tests.import_sources import PICTURES, hole, import_data, masks_of, put, write_rows
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
@@ -84,12 +60,6 @@ def test_manifests_of_other_trainers_give_the_same_sample(tmp_path, kind):
     (source / kind).write_text(rows if isinstance(rows, str) else json.dumps(rows), encoding="utf-8-sig")
     result = import_data(source if kind.startswith("metadata") else source / kind, tmp_path / "out")
     assert result.samples == {"000000-a": (["g;o" if isinstance(rows, str) else "go"], [0, 1, 2], 3)}
-
-def write_rows(path, *rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    path.write_text(text, encoding="latin-1")
-    return path
 
 def test_names_and_prompts_are_made_such_that_the_folders_mean_the_same(tmp_path):
     """Rows share a target; a name looks like another's further control, or has no suffix; prompts have line breaks."""
@@ -411,23 +381,6 @@ def test_a_folder_without_anything_says_so(tmp_path):
     assert is_one_line(error, "source: holds nothing; name the folders: OUT --target DIR --control DIR")
     [error] = import_data(tmp_path / "gone", tmp_path / "out", status=1).errors
     assert is_one_line(error, "gone: does not exist; check the name")
-
-# ---- masks -----------------------------------------------------------------------------------------------------------
-
-def hole(x=0):
-    """White on black, in the left half or (x = 32) in the right one."""
-    image = Image.new("L", (64, 32))
-    image.paste(255, (x, 8, x + 24, 24))
-    return image
-
-def masks_of(out):
-    """-> {name: what cache.py will read of it}, which are in our own form."""
-    found = {}
-    for path in sorted((out / "mask").rglob("*.*")):
-        with Image.open(path) as image:
-            assert image.mode in ("1", "L"), path
-        found[path.stem] = picture_files.read_mask(path)
-    return found
 
 def test_a_table_of_magicbrush_gives_the_holes_as_masks(tmp_path):
     """Its masks are the source with a hole, of another size. What is not read is said once; a mask that could mean two

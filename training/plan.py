@@ -427,8 +427,8 @@ def at_hand(model):
         find_model(model, [*PARTS], weights=False)
         return True
     except common.InputError:
-        common.say(f"{model}: neither here nor from the hub; planned with the configs of the published models, and with "
-                   "tiny's tokenizer, which makes two to four times as many tokens of a prompt as the model's own")
+        common.say(f"{model}: neither here nor from the hub; planned with the configs of the published models, and "
+                   "with tiny's tokenizer, which makes two to four times as many tokens of a prompt as the model's own")
         return False
 
 def write_configs(model):

@@ -1,7 +1,6 @@
 """
 How does a target show its control's scene? Its motion and its overall colour, and where the two differ: the edit.
 For --mask auto of train.py and cache.py, tools/doctor.py and tools/measure.py. Pictures in, numbers or pictures out.
-At the end: masks by hand, in other programs' colours, and those that leave a training nothing to learn.
 
 Shapes: H, W height and width of a small copy in pixels, N pixels, K pixels that both pictures show.
 """
