@@ -41,13 +41,14 @@ def test_a_picture_of_nan_is_an_error_line_and_no_file_and_the_others_are_drawn(
     for _ in range(2):
         result = draw(*flags)
         assert result.status == 1 and len(result.errors) == 1, result.err
-        assert is_one_line(result.errors[0], tmp_path / "o/0-x1.png", "transformer", "--lora_scale", "--scales 0")
+        assert is_one_line(result.errors[0], tmp_path / "o/0-x1-", "transformer", "--lora_scale", "--scales 0")
         assert "float16" not in result.errors[0] and "there already" not in result.errors[0]
-        assert [p.name for p in tmp_path.glob("o/*")] == ["0-x0.png"]
+        assert [*results_of(tmp_path / "o")] == ["0-x0"]
     assert "1 of 2 pictures are there already" in result.out
     base = draw(*flags[:4], "--lora", "", "--out", tmp_path / "base.png", "--cache_dir", tmp_path / "c")
     assert base.status == 0, base.err
-    a, b = [np.asarray(Image.open(path)) for path in (tmp_path / "o/0-x0.png", tmp_path / "base.png")]
+    a, b = [np.asarray(Image.open(path)) for path in (results_of(tmp_path / "o")["0-x0"],
+                                                      tmp_path / "base.png")]
     assert np.array_equal(a, b)
 
 def test_one_of_several_loras_that_is_at_0_cannot_overflow(tmp_path, photos, two_loras):
