@@ -234,6 +234,8 @@ def hash_part(place, cache_dir):
     hash_of = stat_cache.remember_by_stat(files, file_hash, Path(cache_dir, "models.txt"))
     return content_key(files=[[file.relative_to(place).as_posix(), hash_of(file)] for file in files])
 
+# Weights are mapped from their files until they are copied, so a file that changes meanwhile would change the model.
+
 def refuse_changed_parts(places, hashes, cache_dir):
     """InputError if one of these parts of models is no longer what hash_part has hashed, as this process finds it."""
     stat_cache.refuse_changed_files(places, hashes, lambda place: hash_part(place, cache_dir))
@@ -480,6 +482,9 @@ def encode_samples(pipe, samples, args, verify=False):
                              "the same command again, and nothing else that deletes there")
         all_failed |= failed
     return all_failed
+
+# A key says what an encoded file was made of, and PREPROCESSING stands for the code. Someone who edits that code may
+# forget the number, so each file also notes a hash of the code, which decides nothing.
 
 def warn_of_other_code(files):
     """A warning if some of these encoded files were made by other code than ours. Only the headers of 32 are read,

@@ -53,6 +53,7 @@ def collect_errors(problems):
         problems.append(str(e))
 
 def print_problems(lines):
+    """Prints error lines to stderr, those that are alike as one."""
     tell(*fold(lines), file=sys.stderr)
 
 FEW = 3 # so many lines that are alike are printed one by one
@@ -232,6 +233,8 @@ def progress(what, items=None, **options):
     """A bar of tqdm, which goes when it is done."""
     return tqdm(items, desc=what, disable=quiet(), leave=False, **options)
 
+# What follows costs milliseconds on gloo. It carries paths, problems and hashes; tensors travel by all_reduce.
+
 def gather_objects(value):
     """-> [value of each process]. Waits for all of them."""
     import torch.distributed as dist
@@ -281,6 +284,8 @@ def on_all_processes(work, fsdp=False):
     return result
 
 # ---- signals and threads ---------------------------------------------------------------------------------------------
+
+# A signal asks the work to end at its next good moment, and ends nothing by itself.
 
 @contextlib.contextmanager
 def catch_signals():
@@ -350,6 +355,7 @@ def write_file(path, data, mark=b""):
     except OSError as e:
         raise disk_error(path, e, f"{len(data):,} bytes cannot be written") from e
 
+# A file that a user names may be anything of his. So what we may replace must begin as our own files do.
 NOTHING = rb"(?!)" # as a mark: nothing may be replaced
 
 def refuse_to_replace(path, mark=NOTHING):
@@ -362,6 +368,8 @@ def refuse_to_replace(path, mark=NOTHING):
                 return
     if os.path.lexists(path): # also a folder, or a link that leads nowhere
         raise Exists(f"{path}: already exists, and may be yours; move it elsewhere, or give another name")
+
+# A hard link is the one way to create a name only if it is free. os.replace would replace, and a check before it races.
 
 def link_new(source, target):
     """Gives a file one more name -> whether it has it: not if anything had it before, which is one act, whoever else

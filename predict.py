@@ -454,6 +454,7 @@ def save_png(image, path, *texts):
 
 def find_geometry(args, loras):
     """The sizes to generate at: those of the flags, else those at which the first LoRA was trained, else stock's."""
+    # tiny knows pictures of 160 pixels, and would be lost at a megapixel
     area = "native" if hub.is_tiny(args.model) else 1024 * 1024
     geometry = dict(target_pixels=area, control_pixels=area, upscale=True)
     for lora in reversed(loras): # the first one has the last word
@@ -468,6 +469,7 @@ def find_geometry(args, loras):
 def complete_settings(sample, args, shift_terminal):
     """-> Settings: the flags, and what the sample's own line of --jobs sets, which counts more; of several --seed the
     first. InputError for what makes no sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
+    # the flags first, then the line's own fields, which replace them
     own = sample.job_fields
     where = f"{args.jobs or '--image'}: {sample.name}"
     values = dict(seed=args.seed[0], sigmas=args.sigmas)
@@ -507,6 +509,7 @@ def plan_requests(pipe, samples, geometry, args):
     for sample in common.progress("planning", samples, unit="sample"):
         with common.collect_errors(problems):
             settings = complete_settings(sample, args, pipe.scheduler.config.shift_terminal)
+            # each sample may have a size of its own, so the geometry is completed for each
             shape = dict(height=settings.height, width=settings.width, size_from=settings.size_from)
             planned = cache.plan_sample(pipe, sample, text_keys_of(sample, settings), geometry | shape,
                                         pipe.fingerprints, args, facts)
@@ -556,6 +559,7 @@ def plan_pictures(requests, args, models, loras):
         if len(args.scales) > 1:
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
+        # its file: named by the user, or by its key
         path = result_files.result_path(args, sample, end, key)
         pictures.append(Picture(sample, settings, strengths, row, ", ".join(words) or "result", key, path))
     return pictures
@@ -576,6 +580,7 @@ def generate(args, pipe, transformer_folder, transformer_file, loras, pictures, 
         place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
     finally: # as it was mapped until now, and as a file that does not fit may have changed, too
         refuse_replaced()
+    # the encoders have left the devices; only the VAE comes back, to decode
     cache.load_encoder(pipe, "vae", args)
     vae = pipe.vae.to(args.vae_device) # with its decoder
     t0 = monotonic()
@@ -590,6 +595,7 @@ def generate(args, pipe, transformer_folder, transformer_file, loras, pictures, 
         for i, (image, broken) in generate_samples(transformer, vae, pipe.scheduler.config,
                                                    [(p.sample, p.settings) for p in chosen], args.max_tokens,
                                                    args.transformer_device, bar=bar):
+            # saved as soon as it is decoded: a kill costs the pictures at work, and no others
             picture = chosen[i]
             try:
                 result_files.refuse_not_finite(picture.path, broken, strengths,
@@ -616,6 +622,7 @@ def main(args):
     lora_hashes = [lora.hash for lora in loras]
     devices.refuse_differences("--lora", dict(sha256=lora_hashes)) # processes may be on several machines
     geometry = find_geometry(args, loras)
+    # a bad sample is a line in `problems`, printed before anything slow; the good ones are drawn all the same
     samples, problems = dataset.read_samples(args)
     inputs = {path for s in samples for path in (*dataset.pictures_of(s), *s.overlays.values())}
     folder = cache.find_model(args.model, cache.ENCODERS)
@@ -632,6 +639,7 @@ def main(args):
             raise InputError("predict.py: the code that draws has changed since this command began; run it again")
         cache.refuse_changed_parts(parts.values(), models.values(), args.cache_dir)
 
+    # a LoRA on another base than its own is allowed, with a line
     here = lora_file.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
     lora_file.warn_other_base(loras, here, geometry)
     pipe = cache.load_pipeline(folder, args.cache_dir)
@@ -646,6 +654,7 @@ def main(args):
         result_files.refuse_names(pictures, inputs, args.jobs or "--image", disk.longest_name(args.out_dir))
         return {p.path for p in pictures if is_finished(p.path, p.key)}
 
+    # only the first process looks, as another one may have begun to write by the time that the next one looks
     finished = common.on_first_process(find_finished)
     missing = list({p.path: p for p in pictures if p.path not in finished}.values())
     if missing:
@@ -662,6 +671,7 @@ def main(args):
         problems += [*wrong, *dict.fromkeys(failed.values())]
         if first:
             common.print_problems(problems)
+        # of what could be encoded each process draws every n-th picture
         encoded = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
         mine = encoded[common.rank()::common.world()]
         try:
