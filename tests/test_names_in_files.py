@@ -93,6 +93,15 @@ def test_a_folder_that_is_called_like_a_script_of_ours_is_one_line(place):
     assert result.returncode == 1
     assert result.stderr == f"error: {root / 'cache'}: is called like our cache.py; give this folder another name\n"
 
+@pytest.mark.parametrize("flag", ["--cache_dir", "--out_dir"])
+def test_a_flag_makes_no_such_folder(place, flag):
+    """Or the next start would be refused."""
+    root, top, marker = place
+    result = python(top, [root / "train.py", flag, root / "predict"], top)
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert "is called like our predict.py; give this folder another name" in result.stderr
+    assert not (root / "predict").exists()
+
 def test_a_whole_start_takes_no_folder_for_a_package_and_a_persons_own_module_is_found(place):
     """All libraries are imported; folders of pictures may be called as these are."""
     root, top, marker = place

@@ -111,6 +111,7 @@ MISSES = [
     ("train.py --target_pixels 1000000x1000000", "is no area; give 1024x1024"),
     (PHOTO + "--out edited", "'edited' is no .png name; give one, or --out_dir for a folder"),
     (PHOTO + "--device gpu", "only cuda and cpu"), (PAIRS + "--optimizer AdamW8bit", "torch.optim.AdamW"),
+    (PAIRS + "--cache_dir photos", "--cache_dir: photos is a dataset; give another folder"),
     # what belongs together
     ("predict.py", "give --image with --prompt, or --jobs"), ("predict.py --image photo.jpg", "give --image with --pr"),
     ("predict.py --prompt x", "give --image with --prompt"), ("tools/doctor.py", "required: data; see doctor.py -h"),

@@ -11,6 +11,7 @@ import unicodedata
 from importlib.util import find_spec
 from pathlib import Path
 
+import library
 from common import (InputError, MAX_PIXELS, WARNED, closest, end_by_ctrl_c, flag_error, make_streams_printable,
                     warn_once, world)
 from library.models import environment, hub
@@ -299,6 +300,12 @@ def parse_args(parser, script):
         set_tiny_defaults(parser, flags)
         args = parser.parse_args()
     environment.refuse_devices(args)
+    # what is written into a dataset would be read as a part of it
+    if args.cache_dir and Path(args.cache_dir, "target").is_dir():
+        parser.error(f"argument --cache_dir: {args.cache_dir} is a dataset; give another folder, or leave it out")
+    for folder in (args.cache_dir, getattr(args, "out_dir", None)):
+        if folder and os.path.dirname(os.path.realpath(folder)) == library.ROOT:
+            library.refuse_package(os.path.realpath(folder)) # before we make it, as the next start would refuse it
     for flag in ("quantize", "quantize_text_encoder", "tracker"):
         value = getattr(args, flag, None)
         if value in PACKAGES and not find_spec(PACKAGES[value]):
