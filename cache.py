@@ -183,7 +183,7 @@ def load_part(cls, folder, dtype):
 
 def load_encoder(pipe, encoder, args):
     """Adds the VAE ("vae") or the text encoder ("text") to the pipeline, on its device. The VAE's decoder stays on the
-    CPU: encoding does not need it. args: dtype, device and quantisation flags of common.add_model_flags. InputError if
+    CPU: encoding does not need it. args: dtype, device and quantisation flags of command_line.add_model_flags. InputError if
     its files are no longer what load_pipeline has hashed: what it encodes would lie under the wrong key for ever."""
     folder = Path(pipe.name_or_path)
     if encoder == "vae": # its encoder is what encode_image uses

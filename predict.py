@@ -2,8 +2,8 @@
 Edit pictures: control picture(s) and an instruction -> PNG, with the stock pipeline's numbers, and samples of any sizes
 in one batch.
 
-The first half is a library, which train.py uses too: the transformer, LoRA files, the sampler (`denoise`). The second
-half is the command line.
+Behind the flags, the first half is a library, which train.py uses too: the transformer, LoRAs, the sampler (`denoise`).
+The second half is what a command does: samples, pictures, their files.
 
 $ python predict.py --lora out/tiny-data-001            # without --image: the validation pictures of tiny/
 $ python predict.py --model Qwen/Qwen-Image-Edit-2509 --image cat.jpg --prompt "make it snow" --lora out/RUN

@@ -363,7 +363,7 @@ def learning_rate(n):
 # ---- checkpoints: the LoRA, and what training/resume.py needs to go on -----------------------------------------------
 
 def write_checkpoint(path, step, optimizer):
-    """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
+    """Writes a checkpoint, its LoRA last: a folder without one is none (lora_paths.checkpoints), so that no disk needs to
     rename folders. training/preflight.py tries this before the first step, with an optimizer of its own."""
     with optimizers.averaged_weights(optimizer):
         resume.save_optimizer(path, optimizer, lora, step=step, config=config)
@@ -515,6 +515,8 @@ def validation_due(step):
     """Whether a validation follows this step. (After the last step there is one in any case.)"""
     return val_samples and args.sample_every and step and step % args.sample_every == 0
 
+LEVELS = 0.125, 0.375, 0.625, 0.875 # noise levels of a validation's loss: the middles of four quarters
+
 def validation_loss():
     """-> the loss of each of --val_data, the mean of flow_loss at four noise levels, as far as this process computes
     them: a tensor to be summed. The noise depends on a sample's place in --val_data and not on --seed, so you can
@@ -522,7 +524,7 @@ def validation_loss():
     --timestep_sampling decides.)"""
     picks = []
     for place, sample in enumerate(val_samples):
-        for s in (0.125, 0.375, 0.625, 0.875): # the middles of four quarters
+        for s in LEVELS:
             noise = generator("validation", place, s, seed=0)
             picks.append(Pick(sample=sample, encoding=sample.encodings[0], prompt=sample.prompts[0], with_controls=True,
                               preserve=False, s=torch.tensor(s), noise_generator=noise))
@@ -530,7 +532,7 @@ def validation_loss():
     for pack in common.progress("validation loss", deal_packs([p.tokens for p in picks])[rank], unit="pass"):
         places, items = load_pack(picks, pack)
         for place, loss in zip(places, flow_loss(transformer, list(map(to_device, items)))):
-            losses[place // 4] += loss / 4
+            losses[place // len(LEVELS)] += loss / len(LEVELS)
     return losses
 
 def validate(step):
@@ -605,7 +607,7 @@ lora_files = [*sample_loras, pretrained] if pretrained else sample_loras
 for file in lora_files:
     file.state = None # frees its tensors
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
-if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)
+if args.plan: # needs shapes and no numbers. (What plan.py needs is handed over, as nobody can import this script)
     raise SystemExit(plan.print_plan(args, transformer, model_folder, epoch, val_samples, plan_step, deal_packs, Item,
                                      flow_loss))
 

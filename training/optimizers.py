@@ -1,5 +1,6 @@
 """
---optimizer, --optimizer_args and --ema: which class trains the LoRA, and which of its weights are of use.
+--optimizer, --optimizer_args and --ema: which class trains the LoRA, and which of its weights are of use. (The course
+of the learning rate is train.py's learning_rate, whatever the class.)
 
 An optimizer may train one set of weights, and an average of them is what you use: a schedule-free class
 (arxiv.org/abs/2405.15682), or any class with --ema. Such a class has train() and eval(), which put either set into the

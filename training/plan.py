@@ -399,8 +399,8 @@ PARTS = dict(scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"], tokeniz
              transformer=["diffusers", "QwenImageTransformer2DModel"])
 # {model: (its pipeline, what its transformer's config has besides)}
 PUBLISHED = {"Qwen/Qwen-Image-Edit": ("QwenImageEditPipeline", {}),
-          "Qwen/Qwen-Image-Edit-2509": ("QwenImageEditPlusPipeline", {}),
-          "Qwen/Qwen-Image-Edit-2511": ("QwenImageEditPlusPipeline", dict(zero_cond_t=True))}
+             "Qwen/Qwen-Image-Edit-2509": ("QwenImageEditPlusPipeline", {}),
+             "Qwen/Qwen-Image-Edit-2511": ("QwenImageEditPlusPipeline", dict(zero_cond_t=True))}
 
 def settle(args):
     """What --plan takes for granted, before a device decides it: configs that cannot be had, and bfloat16 for a model
@@ -413,7 +413,7 @@ def settle(args):
         args.dtype = args.dtype or "bfloat16"
 
 def stand_in(args):
-    """Where --model or --transformer is one of MODELS, and its configs cannot be had, puts a temporary folder in its
+    """Where --model or --transformer is one of PUBLISHED, and its configs cannot be had, puts a temporary folder in its
     place, with those that are here."""
     for flag in ("model", "transformer"):
         name = getattr(args, flag)

@@ -1,5 +1,5 @@
 """
-What lies in a folder of pictures beside those that common.py knows by their suffixes: pictures without a suffix, which
+What lies in a folder of pictures beside those that we know by their suffixes: pictures without a suffix, which
 are taken; what systems and programs leave everywhere, which is passed over, and counted in one line; what is not on
 this disk; links to folders; and all others, which one more line counts. Names of a table may be spelled in another
 form of Unicode than those on the disk.
@@ -84,7 +84,7 @@ CONFLICT = re.compile(r"(?i)(\.sync-|_)conflict-\d{8}-|\(.*(conflict(ed)? copy|c
 # before and behind the name of a file that is only in a cloud
 AWAY = {(".", ".icloud"): "iCloud", ("", ".nextcloud"): "Nextcloud", ("", ".owncloud"): "ownCloud"}
 POINTER = re.compile(rb"version https://git-lfs|/annex/objects/") # in the place of a file that was not fetched
-# how files begin that common.open_image can open: PNG, JPEG, WebP, BMP, TIFF, AVIF and HEIC
+# how files begin that picture_files.open_image can open: PNG, JPEG, WebP, BMP, TIFF, AVIF and HEIC
 PICTURE = re.compile(rb"(?s)\x89PNG\r\n|\xff\xd8\xff|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*|.{4}ftyp(avi|he|mif1|msf1)")
 NAMED = 2 # files in a line
 MOST_FOLDERS = 8 # in a line
@@ -267,7 +267,7 @@ def lines_beside(folder, unused, junk, why=""):
 
 
 def sort_out(folder, found):
-    """Takes all but captions and pictures out of `found`: {(..., kind): paths}, as common.find_files has it -> error
+    """Takes all but captions and pictures out of `found`: {(..., kind): paths}, as find_files has it -> error
     lines for links to folders, and for what is in a cloud. It tells how many files of the folder are not used, pictures
     beside those that were found too, and pictures that are called .txt; and how much junk there is: once a run, as a
     script reads a dataset before its libraries are loaded, and once more behind."""

@@ -41,11 +41,11 @@ PARTS = re.compile(r"(.+?)\.(?:lora_(?:linear_layer\.)?|lora\.)(?P<half>A|B|down
 HALVES = dict(A="A", down="A", B="B", up="B")
 # what is no plain LoRA, by its tensors' names
 NO_PLAIN_LORA = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used here",
-          r"lora_mid|lokr_t2|hada_t[12]": "a LoRA in Tucker's form (lora_mid, t2), which is for convolutions",
-          r"\.diff(_[bg])?$|\.set_weight$": "differences of whole weights or biases (diff, diff_b), not only a LoRA",
-          r"[wb]_norm$": "with trained norms", r"oft_|boft": "an OFT", r"\.[ab][12]\.weight$": "a GLoRA",
-          r"lora_embedding": "a LoRA with token embeddings", r"lora_(B|up)\.(\w+\.)?bias$": "a LoRA with biases",
-          r"lora.*(scale_weight|weight_scale)$": "a LoRA in scaled fp8"}
+                 r"lora_mid|lokr_t2|hada_t[12]": "a LoRA in Tucker's form (lora_mid, t2), which is for convolutions",
+                 r"\.diff(_[bg])?$|\.set_weight$": "differences of whole weights or biases (diff, diff_b), not only a LoRA",
+                 r"[wb]_norm$": "with trained norms", r"oft_|boft": "an OFT", r"\.[ab][12]\.weight$": "a GLoRA",
+                 r"lora_embedding": "a LoRA with token embeddings", r"lora_(B|up)\.(\w+\.)?bias$": "a LoRA with biases",
+                 r"lora.*(scale_weight|weight_scale)$": "a LoRA in scaled fp8"}
 FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(),
             rank="lora_rank network_dim rank r transformer.r".split())
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
@@ -368,7 +368,3 @@ def alpha_meta(alphas):
             layers.setdefault(alpha, []).append(re.escape(layer))
     patterns = {f"^({'|'.join(names)})": alpha for alpha, names in layers.items()}
     return {"transformer.lora_alpha": most, "transformer.alpha_pattern": patterns}
-
-
-# ---- a finished run's file, for a training that goes on from it ------------------------------------------------------
-
