@@ -183,8 +183,9 @@ def load_part(cls, folder, dtype):
 
 def load_encoder(pipe, encoder, args):
     """Adds the VAE ("vae") or the text encoder ("text") to the pipeline, on its device. The VAE's decoder stays on the
-    CPU: encoding does not need it. args: dtype, device and quantisation flags of command_line.add_model_flags. InputError if
-    its files are no longer what load_pipeline has hashed: what it encodes would lie under the wrong key for ever."""
+    CPU: encoding does not need it. args: dtype, device and quantisation flags of command_line.add_model_flags.
+    InputError if its files are no longer what load_pipeline has hashed: what it encodes would lie under the wrong key
+    for ever."""
     folder = Path(pipe.name_or_path)
     if encoder == "vae": # its encoder is what encode_image uses
         pipe.vae = load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype)
@@ -665,7 +666,7 @@ def plan_training(pipe, folder, args):
         if learned := {prompt.strip() for prompt in preserve_prompts} & set(sample.prompts):
             raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
     print_problems(problems) # now, as the encoding may take hours
-    empty = [] # masks that dataset.read_facts has left out of the overlays: it has read them, and they are no pictures
+    empty = [] # masks that mark nothing or everything: read_facts has hashed them, and dropped them from the overlays
     for s in [*samples, *val_samples]:
         empty += s.contents.keys() - {*s.overlays.values(), *dataset.pictures_of(s)}
     if empty:

@@ -1,6 +1,6 @@
 """
 The ground that all scripts stand on: errors of the user, lines on a terminal, processes, signals, threads, and files
-that are written whole or not at all. It knows nothing of pictures, models or LoRAs, and imports no other file of ours.
+that are written whole or not at all. It knows no model, dataset or LoRA, and imports no other file of ours.
 """
 import contextlib
 import difflib
@@ -121,7 +121,7 @@ def tell(*lines, file=None):
 
 WARNED = [] # what warn_once has said: train.py writes it into its log, too
 
-@functools.cache # which Parser.parse_args empties, and `WARNED`
+@functools.cache # command_line.Parser.parse_args clears this cache, and WARNED
 def warn_once(line, file=None):
     """Once in a run, however often it finds the reason; on the first process."""
     if rank() == 0:
@@ -372,8 +372,8 @@ def refuse_to_replace(path, mark=NOTHING):
 # A hard link is the one way to create a name only if it is free. os.replace would replace, and a check before it races.
 
 def link_new(source, target):
-    """Gives a file one more name -> whether it has it: not if anything had it before, which is one act, whoever else
-    tries; nor on a disk without hard links, where two processes may both see that nothing is there."""
+    """Gives a file one more name -> True. None if anything has that name already, which is one act whoever else tries,
+    and on a disk without hard links, where two processes may both find it free."""
     try:
         os.link(source, target)
         return True

@@ -363,8 +363,8 @@ def learning_rate(n):
 # ---- checkpoints: the LoRA, and what training/resume.py needs to go on -----------------------------------------------
 
 def write_checkpoint(path, step, optimizer):
-    """Writes a checkpoint, its LoRA last: a folder without one is none (lora_paths.checkpoints), so that no disk needs to
-    rename folders. training/preflight.py tries this before the first step, with an optimizer of its own."""
+    """Writes a checkpoint, its LoRA last: a folder without one is none (lora_paths.checkpoints), so that no disk needs
+    to rename folders. training/preflight.py tries this before the first step, with an optimizer of its own."""
     with optimizers.averaged_weights(optimizer):
         resume.save_optimizer(path, optimizer, lora, step=step, config=config)
         predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))

@@ -178,7 +178,7 @@ def test_a_resumed_run_is_on_the_card_again(run):
 
 def test_a_validation_generates_and_decodes(run):
     """At the real sampler's settings but for the number of steps, at the VAE's real size."""
-    short = 'common.SAMPLING["num_inference_steps"] = 2'
+    short = 'from library.cli import command_line; command_line.SAMPLING["num_inference_steps"] = 2'
     answer = run("--gradient_checkpointing", 60, "--max_steps", 1, samples=SMALL[:1], val=SMALL, blocks=2,
                  prelude=short)
     assert "validation loss" in answer.out and "mean PSNR" in answer.out

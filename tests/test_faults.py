@@ -176,7 +176,7 @@ def test_what_is_printed_after_its_terminal_was_closed_ends_no_run(tmp_path):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         tty = os.open({os.ttyname(terminal)!r}, os.O_RDWR) # of this new session: a SIGHUP comes when it is closed
         os.dup2(tty, 1), os.dup2(tty, 2)
-        with common.signals_noted() as stopped:
+        with common.catch_signals() as stopped:
             print("ready", flush=True)
             while not stopped:
                 time.sleep(0.01)

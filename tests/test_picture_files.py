@@ -1,6 +1,6 @@
 """
 Photographs as cameras make them: other colours than sRGB, TIFF, AVIF, HEIC. Colours are computed here from primaries
-and curves, not by the library that common.read_image uses.
+and curves, not by the library that picture_files.read_image uses.
 
 $ python -m pytest -q tests/test_picture_files.py     # 15 seconds
 """

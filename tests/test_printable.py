@@ -182,9 +182,10 @@ def test_a_page_of_a_strange_log(tmp_path):
     run_shown("tools/page.py", tmp_path / f"{TEXT}none", status=1)
 
 def run_code(code):
-    """It runs these lines of Python in a process of their own, behind common.Parser's parse_args."""
-    begin = f"import sys; sys.path.insert(0, {str(HERE)!r}); import library, common, logging, warnings"
-    return subprocess.run([sys.executable, "-c", f"{begin}\ncommon.Parser('x').parse_args()\n{code}"],
+    """It runs these lines of Python in a process of their own, behind command_line.Parser's parse_args."""
+    begin = (f"import sys; sys.path.insert(0, {str(HERE)!r}); import library, common, logging, warnings\n"
+             "from library.cli import command_line\ncommand_line.Parser('x').parse_args()")
+    return subprocess.run([sys.executable, "-c", f"{begin}\n{code}"],
                           capture_output=True, encoding="utf-8", errors="surrogateescape")
 
 def test_whoever_writes_moves_no_cursor():

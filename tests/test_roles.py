@@ -1,5 +1,5 @@
 """
-A new kind of picture, such as the one that a preference pair rejects, is one line of common.ROLES.
+A new kind of picture, such as the one that a preference pair rejects, is one line of dataset.ROLES.
 
 $ python -m pytest -q tests/test_roles.py    # some seconds
 """

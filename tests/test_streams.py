@@ -20,7 +20,8 @@ from tests.harness import HERE, kill, killed_runs, log_of, records_of, start_ran
 SCRIPT = """
 import sys; sys.path.insert(0, {here!r})
 import library, common, json, os
-common.Parser("x").parse_args()
+from library.cli import command_line
+command_line.Parser("x").parse_args()
 opened = open({result!r}, "w")
 for n in range(3):
     common.say("out" + "x" * 200_000 * (n == 1))
@@ -64,7 +65,8 @@ def test_lines_come_again_when_a_full_disk_has_room(tmp_path):
     code = f"""if True:
         import sys; sys.path.insert(0, {str(HERE)!r})
         import library, common, os
-        common.Parser("x").parse_args()
+        from library.cli import command_line
+        command_line.Parser("x").parse_args()
         room = os.dup(1)
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
         common.say("one")

@@ -151,7 +151,7 @@ HERE_ONLY = {"gpu_check.py: signal.pthread_kill", # behind os.name
              "disk.py: fcntl"} # it does without
 
 def test_nothing_asks_for_what_windows_or_a_mac_lacks():
-    """By the imitation's lists; common.signals_noted asks by name."""
+    """By the imitation's lists; common.catch_signals asks by name."""
     found = set()
     patterns = ("*.py", "library/**/*.py", "training/*.py", "tools/*.py")
     for path in [path for pattern in patterns for path in HERE.glob(pattern)]:

@@ -255,7 +255,7 @@ def velocity(model, items, x_BIC, s_B):
 
 @torch.no_grad()
 def sample(model, items, steps=8, shift=5):
-    """Runs Euler steps without guidance for one bucket, at the noise levels of predict.TINY_SAMPLING -> latents (B, I,
+    """Runs Euler steps without guidance for one bucket, at the noise levels of hub.TINY_SAMPLING -> latents (B, I,
     64)."""
     x = torch.randn((len(items), len(items[0]["x0"]), 64), generator=torch.Generator().manual_seed(args.seed))
     sigmas = torch.linspace(1, 0, steps + 1)

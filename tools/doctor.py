@@ -363,7 +363,7 @@ def align_pair(target, control, *others):
     left, top, right, bottom = shared_box(motion, target.size, control.size)
     unit_x, unit_y = control.width / target.width, control.height / target.height
     width, height = round((right - left) / unit_x), round((bottom - top) / unit_y)
-    for sides in ((width, height), (right - left, bottom - top)): # the limits of common.image_size
+    for sides in ((width, height), (right - left, bottom - top)): # the limits of picture_files.image_size
         if min(sides) < 32 or max(sides) > 10 * min(sides):
             return "shares too little"
     # from a pixel of the result to the control (resized to the target's size), and from there to the target

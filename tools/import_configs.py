@@ -31,7 +31,7 @@ ASK = "name the folders: OUT --target DIR --control DIR" # what to do about any 
 CONTROLS = ["control_path", *[f"control_path{middle}{n}" for middle in ("", "_") for n in range(10)]] # ai-toolkit's
 
 MOST_SHOWN = 500 # settings that are not taken over
-MOST_YAML = 2**20 # bytes: common.read_text reads no more of a configuration
+MOST_YAML = 2**20 # bytes: stray_files.read_text reads no more of a configuration
 
 # a dotted key of TOML with over 20 parts: tomllib's time grows with the square of their number
 LONG_KEY = re.compile(r"""(?<![\w-])((?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*){20}""")

@@ -21,7 +21,7 @@ The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, co
 NAME_mask or NAME-masklabel. Where more names agree without it, an ending such as -Edit, _after or -Bearbeitet is left
 out. Its prompt is in NAME.txt beside the target, or else beside the control; several lines become one prompt (in OUT
 each line is a prompt of its own). A mask that is not gray with a white region, such as
-MagicBrush's pictures with a hole, is written as such a one (common.read_mask lists the forms). The pictures in OUT are
+MagicBrush's pictures with a hole, is written as such a one (read_mask lists the forms). The pictures in OUT are
 hard links where the disk allows it: they take no space, but a program that changes one in place changes the original
 too. A table or configuration that you give is no link out of its folder; it may refer to any picture or folder, and a
 configuration to tables below its own folder. What is found in a folder, which may come from strangers, may not: a table

@@ -1,6 +1,7 @@
 """
 The numbers of a run: log.jsonl has a line for each step, each validation and each warning. With --tracker, tensorboard
 or wandb gets the losses and the contact sheets of validations, too. A failure of either is a warning and ends no run.
+What a line holds is said where it is made: in train.py's loop and in validation.py.
 """
 import hashlib
 import json

@@ -5,8 +5,8 @@ as --data, also on a machine that has a copy of the cache folder, and no picture
 
 An index may come from a stranger. So every field is checked before it is used: it names files of its own folder only,
 and no number is larger than cache.py would write. The pictures that it names may lie anywhere, as it was perhaps made
-here; they are compared with their hashes, and one with another hash is shown nowhere: in a run folder, or on a page,
-it would go where these go.
+here; they are compared with their hashes, and one with another hash is never shown, as a run folder or a page may be
+passed on, and the picture with it.
 """
 import contextlib
 import json

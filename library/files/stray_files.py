@@ -35,7 +35,7 @@ KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkey
 
 def find_files(folder):
     """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or of those that
-    library/files/stray_files.py takes out of a dataset: junk, links to folders, ... Stems are NFC, so that names from
+    sort_out takes out of a dataset: junk, links to folders, ... Stems are NFC, so that names from
     macOS match.
     """
 
@@ -92,7 +92,7 @@ ERRORS = ("link", "away") # kinds that are an error, as a picture is missed
 
 
 def away_name(name):
-    """.cat.png.icloud -> cat.png, where it stands for a file of common.KINDS; else None."""
+    """.cat.png.icloud -> cat.png, where it stands for a file of KINDS; else None."""
     for before, after in AWAY:
         inner = name.removeprefix(before).removesuffix(after)
         if before + inner + after == name and Path(inner).suffix.lower() in KINDS:
@@ -117,7 +117,7 @@ def kind_of_folder(path):
 
 
 def kind_of(path):
-    """A file -> one of common.KINDS, or "junk", "away" if it is only in a cloud, "link", "unknown". (A placeholder that
+    """A file -> one of KINDS, or "junk", "away" if it is only in a cloud, "link", "unknown". (A placeholder that
     is left beside its picture is junk.)"""
     if inner := away_name(path.name):
         return "junk" if path.with_name(inner).exists() else "away"

@@ -42,7 +42,8 @@ HALVES = dict(A="A", down="A", B="B", up="B")
 # what is no plain LoRA, by its tensors' names
 NO_PLAIN_LORA = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used here",
                  r"lora_mid|lokr_t2|hada_t[12]": "a LoRA in Tucker's form (lora_mid, t2), which is for convolutions",
-                 r"\.diff(_[bg])?$|\.set_weight$": "differences of whole weights or biases (diff, diff_b), not only a LoRA",
+                 r"\.diff(_[bg])?$|\.set_weight$": "differences of whole weights or biases (diff, diff_b), not only a "
+                                                "LoRA",
                  r"[wb]_norm$": "with trained norms", r"oft_|boft": "an OFT", r"\.[ab][12]\.weight$": "a GLoRA",
                  r"lora_embedding": "a LoRA with token embeddings", r"lora_(B|up)\.(\w+\.)?bias$": "a LoRA with biases",
                  r"lora.*(scale_weight|weight_scale)$": "a LoRA in scaled fp8"}

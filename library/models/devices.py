@@ -1,5 +1,6 @@
 """
---device cuda: checks a card, and sets it up before the first tensor is on it.
+Devices and processes: which device and dtype are used, how a card is set up before the first tensor is on it, how the
+processes that torchrun has started meet, and that they agree.
 """
 import contextlib
 import os
@@ -90,7 +91,7 @@ CUDA_BUILD = 'pip install -U "torch<2.15" --index-url https://download.pytorch.o
 
 def refuse_cpu(args):
     """InputError if a large model would go to the CPU, in float32, only because no GPU can be used. (A machine without
-    one is refused before torch is imported: surroundings.refuse_devices.)"""
+    one is refused before torch is imported: environment.refuse_devices.)"""
     if not environment.wants_card(args) or torch.cuda.is_available():
         return
     if not (torch.version.cuda or torch.version.hip): # what PyPI has for Windows

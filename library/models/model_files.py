@@ -1,6 +1,7 @@
 """
-The JSON files of a model's folder, looked at before a library reads them: such a folder may come from anyone, and the
-libraries make whatever its numbers ask for, a billion layers too. What is wrong with one is an error line of its own.
+What is in a model's folder, checked before a library reads it: JSON files and the headers of weights; models without
+weights, for their shapes; the configs of the published models. Such a folder may come from anyone, and the libraries
+make whatever its numbers ask for, a billion layers too. What is wrong with one is an error line of its own.
 """
 import json
 from pathlib import Path

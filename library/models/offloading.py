@@ -1,5 +1,6 @@
 """
 --offload without --fsdp: frozen blocks wait in pinned host memory, and each is copied while the one before it computes.
+predict.place_transformer chooses which blocks.
 
 All offloaded blocks share two buffers on the device: the k-th of them always lies in buffer k % 2. So its parameters
 are views that stay the same, for autograd and torch.compile, and only the buffers' bytes change.

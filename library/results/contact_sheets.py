@@ -110,7 +110,7 @@ def read_or_say(path):
 
 
 def results_sheet(pictures):
-    """predict.Pictures -> a sheet with a row for each sample and a column for each title."""
+    """[predict.Picture] -> a sheet with a row for each sample and a column for each title."""
     titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
     for p in pictures:
         if p.row not in rows:
