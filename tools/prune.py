@@ -4,8 +4,8 @@ cache.py and train.py keep such files, so that you can return to earlier flags o
 predict.py's files are among them: it writes no index, and encodes again what is missing. What a script is about to
 encode or to generate is left alone: .planned-TOKEN lists it, also that of a script that was killed.
 
-$ python tools/prune.py cache
-$ python tools/prune.py cache --delete
+$ python tools/prune.py encoded
+$ python tools/prune.py encoded --delete
 """
 import re
 import sys
