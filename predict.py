@@ -187,9 +187,7 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
             return block
         return quantization.quantize_linears(block, quantize, device, multiply=True)
 
-    # evenly spread, so that the blocks between two offloaded ones hide the next copy
-    offload = min(offload, len(blocks))
-    offloaded_blocks = [i * len(blocks) // offload for i in range(offload)]
+    offloaded_blocks = offloading.choose_blocks(offload, len(blocks))
     try:
         if fsdp:
             return sharding.shard(transformer, blocks, device, offloaded_blocks, quantize_block)

@@ -1,6 +1,5 @@
 """
 --offload without --fsdp: frozen blocks wait in pinned host memory, and each is copied while the one before it computes.
-predict.place_transformer chooses which blocks.
 
 All offloaded blocks share two buffers on the device: the k-th of them always lies in buffer k % 2. So its parameters
 are views that stay the same, for autograd and torch.compile, and only the buffers' bytes change.
@@ -18,6 +17,13 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from common import InputError, first_line
+
+def choose_blocks(offload, blocks):
+    """-> the numbers of the blocks that --offload sends away, of so many: evenly spread, so that the blocks between two
+    of them hide the next copy."""
+    offload = min(offload, blocks)
+    return [i * blocks // offload for i in range(offload)]
+
 
 def too_little(blocks, need, found):
     return InputError(f"--offload: {blocks} blocks need {need / 2**30:.1f} GiB of host memory, {found}; offload fewer, "
