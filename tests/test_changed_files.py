@@ -273,7 +273,8 @@ def test_a_run_folders_lora_is_looked_up_once(here, monkeypatch):
     result = train_in(here, "--sample_lora", run)
     assert result.status == 0, result.err
     assert seen == [str(run / "checkpoint-000001" / predict.LORA_FILE)]
-    assert result.globals["drawer"].sample_loras == [common.file_hash(run / "checkpoint-000001" / predict.LORA_FILE)]
+    used, = result.globals["sample_loras"]
+    assert used.hash == common.file_hash(run / "checkpoint-000001" / predict.LORA_FILE)
 
 def test_an_index_names_the_encoders_that_have_encoded(here, monkeypatch):
     """Not those that lie there when it is written."""
