@@ -91,7 +91,7 @@ def test_only_a_copy_to_cuda_does_not_wait(monkeypatch):
     assert asked == [True] * 3 + [False] * 3
     others = [path.name for path in [*HERE.glob("*.py"), *HERE.glob("library/**/*.py"), *HERE.glob("training/*.py")]
               if "non_blocking=" in path.read_text(encoding="utf-8")]
-    assert sorted(others) == ["offload.py", "rope_patch.py"] # (the first keeps what it copies from)
+    assert sorted(others) == ["offloading.py", "rope_patch.py"] # (the first keeps what it copies from)
 
 def test_where_torch_lacks_flash_attention_each_sample_is_attended_alone(card, monkeypatch):
     """On Windows: has_varlen asks torch, and the log's words do too, whatever --flash_attention and the package say."""
