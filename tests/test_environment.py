@@ -31,7 +31,7 @@ def opens_text(node):
     owner = ast.unparse(node.func).rpartition(".")[0]
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
     words = [ast.unparse(arg) for arg in node.args] + list(keywords.values())
-    if "encoding" in keywords or "'utf-8'" in words or owner in ("Image", "os", "real", "common", "ParquetFile"):
+    if "encoding" in keywords or "'utf-8'" in words or owner in ("Image", "os", "real", "stray_files", "ParquetFile"):
         return False
     if name in ("read_text", "write_text"):
         return owner != ""

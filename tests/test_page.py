@@ -127,7 +127,7 @@ def test_what_train_writes_is_shown(tmp_path, small):
 @pytest.mark.parametrize("text", [None, "", '{"flags": 1}', "[]\n3", "null", '"val_loss"', "\xff"])
 def test_a_folder_without_a_log_of_ours_is_one_line(tmp_path, text):
     if text is not None:
-        (tmp_path / "log.jsonl").write_text(text, "latin-1")
+        (tmp_path / "log.jsonl").write_text(text, encoding="latin-1")
     result = run_script("tools/page.py", tmp_path)
     assert result.status == 1 and is_one_line(*result.errors, tmp_path) and not (tmp_path / "index.html").exists()
 
