@@ -225,5 +225,5 @@ def test_all_lines_of_ours_are_told():
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("print", "tqdm.write") and name not in MAY_PRINT and not name.startswith(("test_", "conf")):
-                is_ours = isinstance(node.args[0], ast.Constant) or ast.unparse(node.args[0]) == "shown(line)"
+                is_ours = isinstance(node.args[0], ast.Constant) or ast.unparse(node.args[0]) == "printable(line)"
                 assert is_ours, f"{name}:{node.lineno}: {called}(...) of what a file may say; call common.tell"
