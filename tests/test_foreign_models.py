@@ -120,7 +120,7 @@ def use_model(folder, part, data):
     schedule = FlowMatchEulerDiscreteScheduler.from_pretrained(found / "scheduler").config
     for tokens in (1, 256, 8192):
         assert math.isfinite(predict.find_mu(tokens, schedule))
-        settings = dict(shift=None, num_inference_steps=3, sigmas=None)
+        settings = SimpleNamespace(shift=None, num_inference_steps=3, sigmas=None)
         predict.make_schedule(SimpleNamespace(noise=torch.zeros(tokens, 1), settings=settings), schedule)
     if part in ("processor", "tokenizer"):
         samples_of(pipe, data)

@@ -700,7 +700,7 @@ def test_sample_prompts_become_jobs(tmp_path):
     result, _ = imported(tmp_path, sample=sample, process=dict(trigger_word="sks"))
     jobs, problems = read_dataset(tmp_path / "out_jobs.jsonl", is_job=True)
     assert not problems and "out_jobs.jsonl: 2 sample prompts" in result.out
-    assert [(job.prompts, job.controls, job.settings) for job in jobs] == [
+    assert [(job.prompts, job.controls, job.job_fields) for job in jobs] == [
         (["sks in snow"], [str(tmp_path / "before/a.png")], dict(width=640, seed=seed, line=n + 1))
         for n, seed in enumerate((42, 7))]
     shutil.rmtree(tmp_path / "out")
