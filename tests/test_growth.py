@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 import cache
-import common
 from library.data import dataset, index_file, stat_cache
 import predict
 import rope_patch
@@ -91,7 +90,7 @@ def test_a_second_start_opens_no_picture_and_is_near_linear(starts, monkeypatch,
     def refuse(path, *_):
         raise AssertionError(f"{path}: read again")
     for name in ("open_image", "file_hash"):
-        monkeypatch.setattr(common, name, refuse)
+        monkeypatch.setattr(dataset, name, refuse)
     before = starts[MANY].index.stat().st_mtime_ns
     assert_near_linear("second start", starts[FEW].again, starts[MANY].again, capsys)
     assert starts[MANY].index.stat().st_mtime_ns == before
