@@ -298,7 +298,7 @@ def test_prune_leaves_alone_what_predict_is_about_to_draw(tmp_path, photos, monk
     monkeypatch.setattr(predict, "generate", generate)
     flags = ["--image", photos[0].parent, "--prompt", "x", "--out_dir", tmp_path / "o", "--cache_dir", tmp_path / "c",
              "--num_inference_steps", 2, "--target_pixels", "64*64", "--lora="]
-    assert run_script("predict.py", *flags).status == 0 and len(list(tmp_path.glob("o/?.png"))) == 3
+    assert run_script("predict.py", *flags).status == 0 and len(list(tmp_path.glob("o/?-*.png"))) == 3
     assert not list(tmp_path.glob("c/.planned-*"))
 
 # ---- what processes assume of each other -----------------------------------------------------------------------------

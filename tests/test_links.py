@@ -16,7 +16,6 @@ from library.files import stray_files
 from training import run_folder
 import predict
 from tests.harness import add_item, is_one_line, paint_picture, refused, run_script, save
-from tools import page
 
 NFC, NFD = [unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD")]
 ROW = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
@@ -162,6 +161,3 @@ def test_names_have_slashes_on_windows_and_another_drive_is_no_error(monkeypatch
     monkeypatch.setattr(ntpath, "abspath", ntpath.normpath)
     assert stray_files.seen_from(r"C:\data", r"C:\data\target\a.png") == "target/a.png"
     assert stray_files.seen_from(r"C:\data", r"D:\target\a.png") == "D:/target/a.png"
-    folders = [PureWindowsPath(path) for path in (r"C:\out\a\run", r"C:\out\b\run", r"D:\out\run")]
-    assert page.name_beside(folders[0], folders[:2]) == "a/run"
-    assert page.name_beside(folders[2], folders) == "D:/out/run"

@@ -20,7 +20,7 @@ import cache
 import common
 from library.data import dataset, picture_files
 import predict
-from tests.harness import (NATIVE, add_item, is_one_line, make_cache, paint_picture, refused, run_script,
+from tests.harness import (NATIVE, add_item, is_one_line, make_cache, paint_picture, refused, results_of, run_script,
                            samples_of, save, show, within)
 
 try:
@@ -525,7 +525,7 @@ def test_predict_edits_a_tiff_of_wide_colours_as_its_copy_in_srgb(tmp_path):
                             "--num_inference_steps", 2, "--cache_dir", tmp_path / "c",
                             "--out_dir", tmp_path / "out" / folder)
         assert result.status == 0, result.err
-    a, b = [Image.open(tmp_path / "out" / folder / "photo.png") for folder in ("a", "b")]
+    a, b = [Image.open(results_of(tmp_path / "out" / folder)["photo"]) for folder in ("a", "b")]
     assert a.tobytes() == b.tobytes() and "icc_profile" not in a.info
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

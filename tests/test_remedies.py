@@ -114,9 +114,6 @@ TABLE = [
     ("{d} --max_steps 3 --resume --out_dir {damaged:run}", "or begin a new run in another, without --resume", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER]),
     # masks
-    ("{masked} --mask_background_weight 0 --out_dir {o}", "raise --mask_background_weight", [
-        "{masked} --mask_background_weight 0.1 --out_dir {o}",
-        "{masked} --mask_background_weight 0 --skip_bad --out_dir {o}"]),
 ]
 
 def change(folder, how):
