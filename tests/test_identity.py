@@ -14,13 +14,14 @@ import safetensors.torch
 
 import cache
 import common
+import predict
 from library.data import stat_cache
 from library.files import tensor_files
 from library.lora import lora_paths
-import predict
 from tests.harness import (NATIVE, ON_DEVICE, TINY, add_item, assert_same_run, cached_files,
                            change_weight, copy_model, free_port, index_of, is_one_line, log_of, lora_file, lora_tensors,
                            make_cache, paint_picture, run_script, save, start_ranks, steps_of, train, validations_of)
+from training import resume
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -337,7 +338,7 @@ def test_processes_with_different_views_are_refused(tmp_path, small, start, view
 
 def sees_the_checkpoint_before():
     """For a child process: its view of the run folder lacks the newest checkpoint."""
-    lora_paths.checkpoints = lambda run: lora_paths.checkpoints(run)[:-1]
+    resume.checkpoints = lambda run: lora_paths.checkpoints(run)[:-1]
 
 def test_processes_that_would_continue_from_different_steps_are_refused(tmp_path, small, start, unbroken):
     shutil.copytree(unbroken.out_dir, tmp_path / "run")
