@@ -220,23 +220,29 @@ def test_a_training_on_what_changes_before_its_first_step_is_one_line_and_no_ste
     assert "Traceback" not in result.err and not list((here / "run").glob("[!.]*")) # the same command may run again
     assert not list((here / "cache").glob(".planned-*"))
 
+def trainings_without_and_with(here, monkeypatch, name, change, *flags):
+    """Asserts that a training is the same, to the bit and with the pictures of its validations, when change() is
+    called before cache's function of that name -> both results."""
+    want = train_in(here, *flags)
+    shutil.move(here / "run", here / "want")
+    before(monkeypatch, cache, name, change)
+    got = train_in(here, *flags)
+    assert want.status == got.status == 0, got.err
+    assert_bitwise(lora_of(here / "run"), lora_of(here / "want"))
+    pictures = [path.relative_to(here / "want") for path in here.glob("want/samples/*/data/*.png")]
+    assert pictures
+    for file in pictures:
+        assert Image.open(here / "run" / file).tobytes() == Image.open(here / "want" / file).tobytes()
+    return want, got
+
 def test_loras_that_change_when_they_have_been_read_change_no_training(here, monkeypatch):
     """--pretrained_lora and --sample_lora, both replaced while the cache is filled."""
     def replace_both():
         for n in (1, 2):
             lora_file(here / f"lora{n}", {k: 0.3 * v for k, v in lora_tensors().items()})
     flags = ["--pretrained_lora", here / "lora1", "--sample_lora", here / "lora2"]
-    want = train_in(here, *flags)
-    shutil.move(here / "run", here / "want")
-    before(monkeypatch, cache, "encode_samples", replace_both)
-    got = train_in(here, *flags)
-    assert want.status == got.status == 0, got.err
-    assert_bitwise(lora_of(here / "run"), lora_of(here / "want"))
+    want, got = trainings_without_and_with(here, monkeypatch, "encode_samples", replace_both, *flags)
     assert got.globals["config"]["pretrained_hash"] == want.globals["config"]["pretrained_hash"]
-    pictures = [path.relative_to(here / "want") for path in here.glob("want/samples/*/data/*.png")]
-    assert pictures
-    for file in pictures:
-        assert Image.open(here / "run" / file).tobytes() == Image.open(here / "want" / file).tobytes()
 
 def test_what_is_replaced_when_it_has_been_read_stops_nothing_and_changes_nothing(here, monkeypatch):
     """Overwritten in place and shorter, as cp does it, when the first step is loaded. In the files' own dtype nothing
@@ -245,16 +251,7 @@ def test_what_is_replaced_when_it_has_been_read_stops_nothing_and_changes_nothin
         for file in [*(here / "lora1").iterdir(), *here.glob("model/*/*.*")]:
             file.write_bytes(b"x" * 999)
     flags = ["--sample_lora", here / "lora1", "--max_steps", 2, "--dtype", "bfloat16"]
-    want = train_in(here, *flags)
-    shutil.move(here / "run", here / "want")
-    before(monkeypatch, cache, "load_latents", spoil)
-    got = train_in(here, *flags)
-    assert want.status == got.status == 0, got.err
-    assert_bitwise(lora_of(here / "run"), lora_of(here / "want"))
-    pictures = [path.relative_to(here / "want") for path in here.glob("want/samples/*/data/*.png")]
-    assert pictures
-    for file in pictures:
-        assert Image.open(here / "run" / file).tobytes() == Image.open(here / "want" / file).tobytes()
+    trainings_without_and_with(here, monkeypatch, "load_latents", spoil, *flags)
 
 def test_a_run_folders_lora_is_looked_up_once(here, monkeypatch):
     """Its newest checkpoint would be another one at each look, while it is being trained."""
