@@ -86,7 +86,7 @@ def read_flags():
     flag = command_line.add_transformer_flags(parser)
     flag("--max_tokens", 20_000, "tokens per forward pass; lower it if memory runs out", type=positive)
     flag("--transformer_device", None, "default: --device")
-    given = set(parser.given())
+    given = set(command_line.given_flags())
     # without --model: tiny, with its newest LoRA, and without --image its validation pictures
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
     args = command_line.parse_args(parser, "predict.py")

@@ -41,7 +41,7 @@ from pathlib import Path
 import common
 from common import InputError, first_words, say, write_file
 from library.cli import command_line
-from library.cli.command_line import key_value, natural, not_negative, number, positive
+from library.cli.command_line import given_flags, key_value, natural, not_negative, number, positive
 from library.data import dataset
 from library.lora.lora_paths import LORA_FILE, checkpoints, find_lora
 from library.models import environment
@@ -111,7 +111,7 @@ args = command_line.parse_data_args(parser, "train.py") # hub.TINY_DEFAULTS has 
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
 peft_args = dict(args.lora_args)
-if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
+if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & {*given_flags()}:
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
 peft_config.refuse_lora_args(peft_args)

@@ -145,7 +145,7 @@ def add_loras(transformer, folder, loras, scales, dtype):
             off[layer] = norm(p.data.float() - weight - change) ** 2, norm(change) ** 2
     remedy = "lower --scale" if dtype != "float16" else "give --dtype bfloat16 or float32"
     tensor_files.refuse_not_finite(f"--dtype {dtype}", dict(transformer.named_parameters()),
-                  f"{remedy}, or take another copy of --model")
+                                   f"{remedy}, or take another copy of --model")
     if not off:
         return "the merged model is the base: the LoRAs change nothing"
     error, words = foreign_loras.error_in_words(off)

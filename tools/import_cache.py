@@ -87,8 +87,9 @@ def convert_cache(paths, source, folder):
             for kind, first, *others in [part for part in PARTS if part[1] in tensors]:
                 key = common.content_key(old=common.file_hash(path), part=first)
                 files[first] = folder / kind / f"{key}.safetensors"
+                about = dict(version=tensor_files.VERSION, key=key, sizes=sizes, sources=[str(path)])
                 tensor_files.write_tensors(files[first], {k: tensors[k] for k in [first, *others] if k in tensors},
-                                    dict(version=tensor_files.VERSION, key=key, sizes=sizes, sources=[str(path)]))
+                                           about)
             texts = {(prompt, True): dict(tokens=len(tensors[part]), file=files[part])
                      for prompt, part in ((name, "prompt_embed"), ("", "empty_prompt_embed")) if part in files}
             encodings = [dict(img_shapes=shapes, file=files["pixel_latent"])]

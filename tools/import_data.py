@@ -677,7 +677,7 @@ def main():
     parser.usage = "import_data.py SOURCE OUT [flags], or import_data.py OUT --target DIR --control DIR [flags]"
     names = [f"  {role}: {', '.join(names)}" for known in (FOLDERS, COLUMNS) for role, names in known.items()]
     parser.epilog = "Names in FOLDERS, then in COLUMNS:\n" + "\n".join(names)
-    by_flags = set(parser.given()) & {"--target", "--control", "--mask"}
+    by_flags = set(command_line.given_flags()) & {"--target", "--control", "--mask"}
     parser.add_argument("source", type=Path, nargs="?" if by_flags else None,
                         help="a folder, a table or a configuration, as above; none beside --target")
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist yet")

@@ -22,7 +22,7 @@ import library # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, first_words, tell
 from library.cli import command_line
-from library.cli.command_line import key_value, natural, not_negative, number, positive
+from library.cli.command_line import given_flags, key_value, natural, not_negative, number, positive
 from library.data import dataset
 from library.files import stray_files, tensor_files
 
@@ -51,7 +51,7 @@ flag("--out_dir", Path("out/lean"), "gets the LoRA (also for ComfyUI), log.jsonl
 flag("--save_every", 200, "steps between saves, each of which replaces the one before", type=positive)
 flag("--resume", False, "continue the run in --out_dir; begin if that has none")
 args = command_line.parse_data_args(parser, "train.py") # tiny has train.py's defaults, too
-if lacking := {"--val_data", "--preserve", "--prompt_image_dropout_rate"}.intersection(parser.given()):
+if lacking := {"--val_data", "--preserve", "--prompt_image_dropout_rate"}.intersection(given_flags()):
     parser.error(f"argument {min(lacking)}: lean_train.py lacks it; leave it out, or take train.py")
 args.val_data = [] # tiny's defaults have some
 if args.dtype == "float16":

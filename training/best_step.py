@@ -197,6 +197,6 @@ def describe(validations):
     left_out = len(validations) - len(comparable(validations, "validation loss"))
     if left_out:
         lines[0] += f"; not compared: {left_out} with other --val_data or flags of pictures"
-    if few_pairs(validations):
-        lines.append(few_pairs(validations))
+    if few := few_pairs(validations):
+        lines.append(few)
     return lines

@@ -295,7 +295,7 @@ def fit_on(card, args, transformer, largest, added, taken):
         def tried(kept, selective):
             return added(kept, selective), step_seconds(transformer, [largest], card, 1 - kept / blocks, selective, 0)
         kept, selective, adds = memory_fit.find_fit(blocks, free, memory_fit.input_bytes(transformer, largest), tried,
-                                             not args.compile, edge=memory_fit.EDGE if args.fsdp else 1)
+                                                    not args.compile, edge=memory_fit.EDGE if args.fsdp else 1)
     return (kept, selective) if adds <= free else None
 
 

@@ -24,7 +24,8 @@ from common import InputError, first_words, on_first_process, rank
 from rope_patch import blocks_of
 from training import run_folder
 from training.optimizers import averaged_weights
-from training.resume import load_optimizer, read_checkpoint, read_optimizer, save_optimizer, take_steps, trial
+from training.resume import (load_optimizer, names_in_file, read_checkpoint, read_optimizer, save_optimizer, take_steps,
+                             trial)
 
 STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
 
@@ -80,8 +81,7 @@ def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, met
         trained = lora | {name: p for name, p in transformer.named_parameters() if p.requires_grad}
         with averaged_weights(optimizer):
             predict.save_lora(folder / predict.LORA_FILE, transformer, dict(step=1, **meta), fold=True)
-            trained = {f"transformer.{name.replace('.default.', '.')}": p.detach().to("cpu", copy=True)
-                       for name, p in trained.items()}
+            trained = {name: p.detach().to("cpu", copy=True) for name, p in names_in_file(trained).items()}
     scales = {name: module.scaling["default"] for name, module in transformer.named_modules()
               if isinstance(module, LoraLayer) and "default" in module.scaling}
     return trained, scales, firsts

@@ -193,10 +193,6 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
     def error(self, message):
         flag_error(explain(message.removeprefix("argument "), self))
 
-    def given(self):
-        """The words of the command line, with --flag of --flag=value."""
-        return [word.split("=")[0] for word in sys.argv[1:]]
-
     def parse_args(self):
         sys.excepthook = end_by_ctrl_c
         make_streams_printable()
@@ -207,7 +203,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         if world() > 1 and "--flash_attention" not in self._option_string_actions: # one of add_model_flags
             self.error(f"argument WORLD_SIZE: {world()}, and {self.prog} works in one process; unset RANK WORLD_SIZE")
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
-            if self.given().count(flag) > 1:
+            if given_flags().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
         return super().parse_args()
 
@@ -227,9 +223,13 @@ def is_too_long(name):
         return e.errno == errno.ENAMETOOLONG
     return False
 
+def given_flags():
+    """The words of the command line, with --flag of --flag=value."""
+    return [word.split("=")[0] for word in sys.argv[1:]]
+
 def is_given(flag):
     """Whether the command line has this flag, with whatever value."""
-    return flag in [word.split("=")[0] for word in sys.argv[1:]]
+    return flag in given_flags()
 
 def add_data_flags(parser):
     flag = parser.group("data")

@@ -327,7 +327,7 @@ def read_form(image):
     if image.mode.startswith("I;16"):
         mask_HW = np.asarray(image)
         if mask_HW.max() >= 2**14:
-            mask_HW = (np.arange(2**16) / np.float32(257)).round().astype(np.uint8)[mask_HW]
+            mask_HW = GRAYS[mask_HW]
     else:
         rgba_HW4 = rgba_of(image)
         if rgba_HW4[..., 3].min() == 255 and np.ptp(rgba_HW4[..., :3], -1).max() <= 32: # gray, through JPEG or WebP
@@ -355,8 +355,8 @@ def rgba_of(image):
     """-> its pixels as RGBA: uint8 (H, W, 4). In strips, as PIL needs three copies for this."""
     w, h = image.size
     rgba_HW4 = np.empty((h, w, 4), np.uint8)
-    for top in range(0, h, 256):
-        rgba_HW4[top:top + 256] = image.crop((0, top, w, min(top + 256, h))).convert("RGBA")
+    for top in range(0, h, ROWS):
+        rgba_HW4[top:top + ROWS] = image.crop((0, top, w, min(top + ROWS, h))).convert("RGBA")
     return rgba_HW4
 
 def region_of(rgba_HW4):

@@ -35,9 +35,7 @@ KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkey
 
 def find_files(folder):
     """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or of those that
-    sort_out takes out of a dataset: junk, links to folders, ... Stems are NFC, so that names from
-    macOS match.
-    """
+    sort_out takes out of a dataset: junk, links to folders, ... Stems are NFC, so that names from macOS match."""
 
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read as a folder ({e.strerror}); mount it, or fix its permissions")
@@ -188,8 +186,8 @@ def why_not(path):
 def refuse_pointer(path, data):
     """InputError if a file's first bytes are those of git, which has the file itself elsewhere."""
     if POINTER.match(data):
-        raise common.InputError(f"{path}: a pointer of git lfs or git annex, not the file itself; fetch that: git lfs "
-                                "pull, or git annex get")
+        raise InputError(f"{path}: a pointer of git lfs or git annex, not the file itself; fetch that: git lfs "
+                         "pull, or git annex get")
 
 
 @functools.lru_cache(64)
@@ -213,8 +211,8 @@ def on_disk(path):
     except (OSError, ValueError): # there is no such folder, or the name is none
         pass
     if names[1:]:
-        raise common.InputError(f"{path}: {len(names)} files have this name, in other forms of Unicode; keep one of "
-                                "them")
+        raise InputError(f"{path}: {len(names)} files have this name, in other forms of Unicode; keep one of "
+                         "them")
     return folder / (names[0] if names else path.name)
 
 

@@ -116,7 +116,7 @@ def judge(path, tensors, text, fix, note):
                         "checked")
     if note:
         words = shell_command(["python", "tools/convert_lora.py", path, "--unchecked", "--to", "diffusers", "--out",
-                         "NEW.safetensors"])
+                               "NEW.safetensors"])
         fix = f"it is damaged: take another copy; or, if you have changed it on purpose, use what this makes: {words}"
     raise InputError(f"{path}: content does not match its digest; {fix}")
 
@@ -202,7 +202,7 @@ def refuse_family(path):
     families = [family_of([name])[0] for name in names]
     if families and all(families):
         raise InputError(f"{path}: a LoRA of another model, which looks like {families[-1]} ({max(names)}); "
-                                "take one of Qwen-Image-Edit")
+                         "take one of Qwen-Image-Edit")
 
 def open_safetensors(path, error_of, of_gguf):
     """-> the file, mapped by safetensors. Raises error_of(what the file is instead, what to do). of_gguf: what to do

@@ -69,5 +69,5 @@ def no_lora(path, file):
             if place.is_file() or (place / LORA_FILE).is_file() or checkpoints(place):
                 found.append(place)
     give = common.shell_command(found[:1]) or (f"a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
-                                         "user/repo of the hub")
+                                               "user/repo of the hub")
     return f"{file}: no LoRA; give {give}"

@@ -122,7 +122,7 @@ def refuse_lora_args(fields):
             flag_error(f"--lora_args {field}: a LoRA's file cannot hold it, or it does nothing here; {remedy}")
         elif json.dumps(value) not in VALUES[field]:
             flag_error(f"--lora_args {field}={value}: cannot be kept, or means nothing; give "
-                              f"{' or '.join(VALUES[field])}")
+                       f"{' or '.join(VALUES[field])}")
 
 
 def refuse_pattern(field, value):
@@ -148,4 +148,4 @@ def refuse_unused_args(fields, lora):
         for pattern, (regex, _) in zip(patterns, read_patterns(patterns, field)):
             if not any(map(regex.match, layers)):
                 raise InputError(f"--lora_args {field}: no layer of this LoRA is named {pattern}; there are "
-                                        f"{', '.join(layers[:4])} ...")
+                                 f"{', '.join(layers[:4])} ...")

@@ -82,7 +82,7 @@ def check_card(flag, device, dtype):
     if (device.startswith("cuda") and torch.version.hip is None and dtype in (None, "bfloat16")
             and torch.cuda.get_device_capability(device) < (8, 0)):
         flag_error(f"--{flag}: {torch.cuda.get_device_name(device)} has no bfloat16 attention; take an "
-                     "Ampere card (A100, RTX 30xx) or a newer one, or --dtype float32")
+                   "Ampere card (A100, RTX 30xx) or a newer one, or --dtype float32")
 
 
 # -U, as pip takes the build without CUDA for the same version; the bound is that of requirements.txt

@@ -94,7 +94,7 @@ def read_layout(path):
         raise error_of(path, f"looks like {family}", "give a transformer of Qwen-Image-Edit")
     if not prefixes:
         raise error_of(path, f"is no transformer of Qwen-Image (a tensor of it: {min(keys, default='none')})",
-                     "give one of Qwen-Image-Edit")
+                       "give one of Qwen-Image-Edit")
     if len(prefixes) > 1: # such as the moving average of a training beside its last weights
         copies = " and ".join(f"{prefix}transformer_blocks" for prefix in prefixes)
         raise error_of(path, f"has several transformers, {copies}", "save the one that is meant in a file of its own")
@@ -117,7 +117,7 @@ def read_layout(path):
         shape, rows = f.get_slice(key).get_shape(), layout.shapes.get(name, [0])[0]
         if not rows or shape not in ([], [1], [1, 1], [rows], [rows, 1]):
             raise error_of(path, f"{key} is {shape}: neither one scale of a weight nor one for each of its {rows} rows",
-                         REMEDY)
+                           REMEDY)
     check_scales(path, f, marks, layout)
     layout.form = " and ".join(f"{n} matrices in {dtype}" for dtype, n in dtypes.most_common())
     if layout.scales:
@@ -136,7 +136,7 @@ def check_scales(path, f, marks, layout):
     if lost:
         why = f"it has {marks[0]}" if marks else f"{len(layout.scales)} others have one"
         raise error_of(path, f"{len(lost)} weights in fp8 lack their scale, for instance {lost[0]}, and {why}",
-                     "take another copy of the file")
+                       "take another copy of the file")
 
 
 def refuse_format(path, f, names):
@@ -167,7 +167,7 @@ def refuse_format(path, f, names):
         dtype = f.get_slice(key).get_dtype()
         if dtype not in TAKEN and is_used(name):
             raise error_of(path, f"in the format {DTYPES.get(dtype, dtype)} ({name} is {dtype}), which is not taken",
-                         REMEDY)
+                           REMEDY)
     return [name for name in names if name == "scaled_fp8"] + [*notes]
 
 
@@ -195,11 +195,11 @@ def check_fit(path, folder):
         raise error_of(path, f"lacks {len(missing)} of {len(wanted)} tensors, for instance {missing[0]}", remedy)
     if foreign := sorted(layout.keys.keys() - wanted):
         raise error_of(path, f"has {len(foreign)} tensors that --model's {config} does not know, for instance "
-                     f"{foreign[0]}", "give the --model it was made from")
+                       f"{foreign[0]}", "give the --model it was made from")
     for name, shape in wanted.items():
         if layout.shapes[name] != shape:
             raise error_of(path, f"{name} is {layout.shapes[name]}, and --model's {config} asks for {shape}",
-                         "give the --model it was made from")
+                           "give the --model it was made from")
 
 
 def check_folder(args, find_model):
