@@ -79,7 +79,8 @@ flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negativ
 flag("--lr_scheduler", "constant", "after the warm-up", choices=["constant", "cosine", "linear"])
 flag("--warmup_steps", 0, "steps in which the learning rate rises from 0", type=natural)
 flag("--weight_decay", 0.01, "how strongly the LoRA's weights are pulled towards 0", type=not_negative)
-flag("--max_grad_norm", 1.0, "a gradient longer than this is scaled down to it", type=number(float, 1e-12))
+flag("--max_grad_norm", 1.0, "a gradient longer than this is scaled down to it",
+     type=number(float, 1e-12, why="inf turns it off"))
 flag = parser.group("loss")
 flag("--timestep_sampling", "qwen_shift", "qwen_shift: logit-normal, shifted by the picture's size as in inference",
      choices=["uniform", "logit_normal", "qwen_shift"])

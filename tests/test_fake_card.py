@@ -248,10 +248,10 @@ def test_what_fit_chooses_fits_under_fsdp(run, left, kept):
 
 # Which pass is faster is not to be known here, so it is laid down.
 FASTER = """
-real = fit.find_fit
+real = memory_fit.find_fit
 def find_fit(blocks, free, inputs, added, selective, edge=1):
     return real(blocks, free, inputs, lambda kept, keeps: (added(kept, keeps)[0], keeps != {}), selective, edge)
-fit.find_fit = find_fit
+memory_fit.find_fit = find_fit
 """
 
 @pytest.mark.parametrize("gib, quantize, leave, selective, kept", [

@@ -36,6 +36,7 @@ from library.files import tensor_files
 from library.models import environment
 import predict
 from tests.fake_card import card as fake
+from training import memory_fit
 
 HERE = Path(cache.__file__).parent
 
