@@ -50,7 +50,6 @@ from library.files import disk, stray_files, tensor_files
 from library.files.tensor_files import VERSION, read_tensors
 from library.models import hub
 from library.models.hub import TINY_DATA
-from library.results.result_files import ENCODING, code_hash
 
 def read_flags():
     """-> args. A slip ends the script here."""
@@ -281,16 +280,17 @@ def prompt_length(pipe, prompt, sizes):
     # the pad of a picture is one token here, and will be `count` of them
     return len(pipe.tokenizer(text).input_ids) + sum(counts) - len(counts) - pipe.prompt_template_encode_start_idx
 
+def read_planned(sample, path):
+    """-> one of a planned sample's pictures, as it is on the disk. InputError if it is another one by now."""
+    return read_image(path, sample.contents[path])
+
 def read_pictures(pipe, sample, encoder, what):
     """Reads and resizes the pictures that encode_text or encode_latents encodes; threads can do it ahead, as PIL
     releases the GIL. encoder "text": `what` is a text key; "vae": it is one of sample.encodings -> {a role of
     dataset.ROLES: [pictures]}, for the text of the controls alone, or {}. A mask has one pixel a token. InputError for
     a picture that is another one than was planned: its encoding would lie under the wrong key for ever."""
-    def read_planned(path):
-        return read_image(path, sample.contents[path])
-
     def read(path, size):
-        return pipe.image_processor.resize(read_planned(path), size[1], size[0])
+        return pipe.image_processor.resize(read_planned(sample, path), size[1], size[0])
 
     # the text encoder sees small copies of the controls
     if encoder == "text":
@@ -300,10 +300,10 @@ def read_pictures(pipe, sample, encoder, what):
     (width, height), *control_sizes = [(16 * w, 16 * h) for _, h, w in what["img_shapes"]]
     pictures = {}
     if sample.target:
-        whole = read_planned(sample.target)
+        whole = read_planned(sample, sample.target)
         pictures["target"] = [pipe.image_processor.resize(whole, height, width)]
     if "mask" in what: # --mask auto compares the pictures at their own sizes
-        mask = automatic_mask.auto_mask(whole, read_planned(sample.controls[0]), (width, height))
+        mask = automatic_mask.auto_mask(whole, read_planned(sample, sample.controls[0]), (width, height))
         pictures["mask"] = [mask] if mask else []
     for role, path in sample.overlays.items():
         if dataset.ROLES[role].is_mask:
@@ -496,7 +496,7 @@ def warn_of_other_code(files):
         code = None
         with suppress(Exception), open(file, "rb") as f: # a foreign file can fail in any way
             code = json.loads(tensor_files.read_header(f)["__metadata__"]["json"]).get("code")
-        if code not in (None, code_hash(ENCODING)):
+        if code not in (None, library.code_hash(library.ENCODING)):
             tell("warning: cache: encoded by another cache.py than this one, or with other files of library/data; if "
                  f"they compute something else now, add 1 to PREPROCESSING ({PREPROCESSING}) in cache.py",
                  file=sys.stderr)
@@ -541,7 +541,7 @@ def encode_files(pipe, jobs, args):
                 loaded = encoder
             encode = encode_latents if encoder == "vae" else encode_text
             meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls],
-                        code=code_hash(ENCODING))
+                        code=library.code_hash(library.ENCODING))
             try:
                 yield file, encode(pipe, sample, what, pictures.result()), meta
             except InputError as e:

@@ -18,7 +18,6 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import safetensors
 from tqdm import tqdm
 
 # torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
@@ -90,12 +89,16 @@ def closest(word, known, least=0.7):
     near = difflib.get_close_matches(word.lower(), by_lower, 1, least)
     return by_lower[near[0]] if near else None
 
+def near_file(path):
+    """-> what is there with a name like that of a path where nothing is, or None."""
+    return closest(path.name, {other.name: other for other in path.parent.glob("[!.]*")})
+
 # ---- lines on a terminal, whoever wrote them and whether or not anybody reads them -----------------------------------
 
 # On Linux a name is bytes, and old archives and disks have some that are no UTF-8. Python has such a byte as half a
 # character: \xe9 as \udce9, in sys.argv and in what it lists of folders. Python opens these names, and JSON (in ASCII)
 # holds them. What encodes a text as UTF-8 itself fails at them: such texts come from printable() or shell_command(),
-# and such files from open_tensors().
+# and such files from library/files/tensor_files.py's open_tensors().
 
 # what moves a terminal's cursor, starts a line, rings, or turns the direction of writing
 CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -408,13 +411,6 @@ def is_inside(path, folder):
 
 def is_utf8(path):
     return not re.search("[\ud800-\udfff]", str(path))
-
-def open_tensors(path, framework="pt"):
-    """safetensors.safe_open, also of a path that is no UTF-8, which that refuses."""
-    if is_utf8(path):
-        return safetensors.safe_open(path, framework)
-    with open(path, "rb") as file: # Linux, which alone has such names, gives an open file a second one
-        return safetensors.safe_open(f"/proc/self/fd/{file.fileno()}", framework)
 
 # ---- what a disk refuses, in words -----------------------------------------------------------------------------------
 

@@ -649,7 +649,7 @@ def main(args):
     pictures = plan_pictures(requests, args, models, lora_hashes)
 
     def find_finished():
-        result_files.refuse_names(pictures, inputs, args.jobs or "--image", disk.longest_name(args.out_dir))
+        result_files.refuse_names(pictures, inputs, args.jobs or "--image", result_files.longest_name(args.out_dir))
         return {p.path for p in pictures if is_finished(p.path, p.key)}
 
     # only the first process looks, as another one may have begun to write by the time that the next one looks

@@ -44,7 +44,6 @@ from library.cli import command_line
 from library.cli.command_line import given_flags, key_value, natural, not_negative, number, positive
 from library.data import dataset
 from library.lora.lora_paths import LORA_FILE, checkpoints, find_lora
-from library.models import environment
 from training import optimizers, run_folder
 from library.lora import peft_config
 
@@ -148,7 +147,7 @@ import predict
 from library.lora import lora_file
 from library.models import devices
 from training import failures, memory_fit, plan, preflight, resume, validation
-from training.run_log import Log, open_tracker
+from training.run_log import Log, describe_environment, environment_changes, open_tracker
 from rope_patch import blocks_of, checkpoint_blocks, plan_packs, run_packed
 
 # --plan works without a network, too: of a published model it knows the configs. It plans such a model for a card.
@@ -366,9 +365,13 @@ def learning_rate(n):
 def write_checkpoint(path, step, optimizer):
     """Writes a checkpoint, its LoRA last: a folder without one is none (lora_paths.checkpoints), so that no disk needs
     to rename folders. training/preflight.py tries this before the first step, with an optimizer of its own."""
-    with optimizers.averaged_weights(optimizer):
-        resume.save_optimizer(path, optimizer, lora, step=step, config=config)
-        predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
+    try:
+        with optimizers.averaged_weights(optimizer):
+            resume.save_optimizer(path, optimizer, lora, step=step, config=config)
+            predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
+    finally:
+        if path.is_dir() and not (path / LORA_FILE).exists(): # the next try needs the room of this half
+            run_folder.remove_old(path)
 
 def save_checkpoint(step):
     """Adds a checkpoint to the run folder. The newest --keep, with this one, and the best stay."""
@@ -425,8 +428,7 @@ def check_before_training():
     devices.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
     # A checkpoint is written, read back and thrown away, and the optimizer takes steps that are forgotten.
     preflight.check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta,
-                    partial(predict.load_transformer, transformer_folder, args.dtype, weights=False),
-                    parser.get_default)
+                    partial(predict.load_transformer, transformer_folder, args.dtype, weights=False))
     if checkpoint: # was it trained with these settings, on this data?
         resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser, args.data)
     # Is what is in memory what was hashed? Asked before the log begins, so that the same command may run again. A file
@@ -609,8 +611,9 @@ for file in lora_files:
     file.state = None # frees its tensors
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers. (What plan.py needs is handed over, as nobody can import this script)
-    raise SystemExit(plan.print_plan(args, transformer, model_folder, epoch, val_samples, plan_step, deal_packs, Item,
-                                     flow_loss))
+    requests = validation.choose_pictures(val_samples, args).values()
+    raise SystemExit(plan.print_plan(args, transformer, model_folder, epoch, val_samples, requests, plan_step,
+                                     deal_packs, Item, flow_loss))
 
 # Onto the device, block by block: quantized, sharded or offloaded as the flags say.
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
@@ -641,7 +644,7 @@ config = resume.compared_settings(args, pretrained_hash=pretrained_hash, geometr
                                   data_hash=cache.data_hash(epoch), model_hash=hashes["model"],
                                   scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
-around = versions | environment.describe_environment() | dict(script=common.file_hash(__file__)[:12])
+around = versions | describe_environment() | dict(script=common.file_hash(__file__)[:12])
 base = lora_file.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
 
@@ -660,7 +663,7 @@ if checkpoint:
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 if rank == 0:
     log_lines = resume.clean_folder(out_dir, step) if args.resume else []
-    say(*environment.environment_changes("".join(log_lines[:1]), around))
+    say(*environment_changes("".join(log_lines[:1]), around))
     begin = json.dumps(dict(command=sys.argv, flags=vars(args), **around, started=time.time()), default=str)
     write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in log_lines or [begin]).encode())
     log = Log(out_dir / "log.jsonl", open_tracker(args.tracker, out_dir, step, config))
@@ -795,7 +798,8 @@ else:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
     with common.warn_on_failure("the next commands"):
-        say(*run_folder.next_commands(args, out_dir, parser.get_default))
+        predict_words = command_line.words_for_predict(args, parser.get_default)
+        say(*run_folder.next_commands(out_dir, predict_words, args.sample_lora))
 if rank == 0 and not log.flush():
     say(f"warning: {log.path}: its last {len(log.waiting)} lines could not be written")
 signals.close()

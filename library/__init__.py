@@ -5,6 +5,7 @@ Python looks for a module in the project's folder first. A folder there that is 
 holds an __init__.py, such as a dataset from a stranger, could be imported in place of our file or of an installed
 package. So every script imports from this package before anything else, and such a folder ends it.
 """
+import hashlib
 import os
 import sys
 
@@ -21,6 +22,20 @@ def refuse_package(folder):
     if os.path.isfile(os.path.join(folder, "__init__.py")):
         sys.exit(f"error: {folder}: Python could import it in place of an installed package; move it elsewhere (or, if "
                  "it is a package of your own, add its name to PACKAGES in library/__init__.py)")
+
+
+# the code that makes an encoded file
+ENCODING = ["cache.py", "library/data/picture_files.py", "library/data/automatic_mask.py"]
+
+
+def code_hash(files):
+    """A hash of the bytes of these files, paths in ROOT: a result's key has that of the code which draws it, an encoded
+    file that of the code which has made it."""
+    digest = hashlib.sha256()
+    for file in files:
+        with open(os.path.join(ROOT, file), "rb") as f:
+            digest.update(f.read())
+    return digest.hexdigest()[:12]
 
 
 for name in sorted({*os.listdir(ROOT)} - {*PACKAGES}):

@@ -16,9 +16,10 @@ import torch
 from PIL import Image
 
 import common
-from common import is_utf8, open_tensors, printable, shell_command
+from common import is_utf8, printable, shell_command
 from library.data import stat_cache
 from library.data.index_file import read_index
+from library.files.tensor_files import open_tensors
 from library.lora import lora_paths
 from tests.harness import (EXACT, TINY, Reader, add_item, assert_same_run, copy_model, is_one_line, lora_file,
                            lora_tensors, paste, run_script)

@@ -5,7 +5,6 @@ sees of a run; and why a run whose learning rate has ended cannot go on.
 import json
 import re
 import shutil
-from types import SimpleNamespace
 
 import pytest
 
@@ -141,10 +140,9 @@ def test_only_checkpoints_before_the_last_one_are_better_than_it(tmp_path):
     for folder in folders.values():
         folder.mkdir()
         (folder / lora_paths.LORA_FILE).touch()
-    args = SimpleNamespace(data=["a"], sample_lora=[])
 
     def better():
-        lines = run_folder.next_commands(args, tmp_path, lambda flag: None)
+        lines = run_folder.next_commands(tmp_path, [], [])
         return lines[:lines.index("next:")]
     by_loss = f"{folders[30]} is better than the last one by validation loss; compare them"
     by_psnr = f"{folders[20]} is better than the last one by mean PSNR; compare them"

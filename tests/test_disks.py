@@ -20,7 +20,7 @@ import cache
 import common
 from library.files import disk
 from library.lora import lora_paths
-from training import run_folder
+from training import preflight, resume, run_folder
 import predict
 from tests.harness import (add_item, assert_bitwise, assert_checkpoints_whole, assert_same_run, damage_tensors,
                            is_one_line, killed_runs, lora_of, paint_picture, refused, run_script, save, steps_of,
@@ -87,7 +87,6 @@ def test_training_killed_in_a_bucket_ends_as_the_unbroken_run(tmp_path, small, s
 
 def test_a_folder_without_its_lora_is_no_checkpoint(tmp_path, unbroken):
     """Nobody takes it for one, --resume clears it away, and it does not count for --keep."""
-    from training import resume
     run = shutil.copytree(unbroken.out_dir, tmp_path / "run")
     for name in ("DONE", predict.LORA_FILE, f"checkpoint-000012/{predict.LORA_FILE}"):
         (run / name).unlink()
@@ -97,21 +96,20 @@ def test_a_folder_without_its_lora_is_no_checkpoint(tmp_path, unbroken):
         lora_paths.find_lora(run / "checkpoint-000012")
     assert resume.OPTIMIZER_FILE not in str(e.value) # which is none
     assert resume.find_checkpoint(run, SimpleNamespace(optimizer="")).info["step"] == 10
-    resume.clean_folder(run, 10)
+    run_folder.clean_folder(run, 10)
     assert [path.name for path in run.glob("checkpoint*")] == ["checkpoint-000010"]
 
 def test_a_damaged_checkpoint_is_put_aside_file_by_file(tmp_path, unbroken):
-    from training import resume
     run = shutil.copytree(unbroken.out_dir, tmp_path / "run")
     damage_tensors(run / "checkpoint-000012" / resume.OPTIMIZER_FILE)
     files = {path.name: path.read_bytes() for path in (run / "checkpoint-000012").iterdir()}
     with bad_disk(tmp_path, dict(rename_folder=errno.ENOSYS)):
-        resume.clean_folder(run, 10)
+        run_folder.clean_folder(run, 10)
     aside, = run.glob("checkpoint-000012.damaged-*")
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == files and steps_of(run) == [10]
     damage_tensors(run / "checkpoint-000010" / resume.OPTIMIZER_FILE)
     with bad_disk(tmp_path, dict(rename=errno.EBUSY)), refused(run / "checkpoint-000010", "moved aside"):
-        resume.clean_folder(run, 8)
+        run_folder.clean_folder(run, 8)
 
 @pytest.mark.parametrize("faults", [dict(rmdir=errno.ENOTEMPTY), dict(unlink=errno.EBUSY)], ids=str)
 def test_a_checkpoint_that_cannot_be_deleted_is_one_warning_and_goes_later(tmp_path, small, monkeypatch, faults):
@@ -190,8 +188,6 @@ def test_a_write_that_a_limit_cuts_short_counts_what_it_wrote(tmp_path):
 
 def test_the_trial_of_an_optimizer_is_written_into_the_runs_folder(tmp_path, small, monkeypatch):
     """TMPDIR may be full; what the trial has written is gone afterwards."""
-    from training import resume
-    from training import preflight
     folders, real = set(), resume.save_optimizer
 
     def save_optimizer(folder, *rest):
@@ -287,20 +283,19 @@ def test_an_open_file_need_not_be_deleted(tmp_path, capsys, number):
 
 def test_what_a_dead_process_has_left_may_stay(tmp_path, unbroken, capsys):
     """--resume warns of temporary files that it cannot delete; what marks a run as finished must go."""
-    from training import resume
     run = shutil.copytree(unbroken.out_dir, tmp_path / "run")
     for name in (".tmp-abc", ".tmp-0123456789/a"):
         save(paint_picture(), run / f"{name}.png")
         with bad_disk(next(run.glob(".tmp-*")), dict(unlink=errno.EBUSY)):
             common.warn_once.cache_clear()
-            resume.clean_folder(run, 12)
+            run_folder.clean_folder(run, 12)
         assert f"{run}: an old .tmp-... cannot be deleted" in capsys.readouterr().err
-        resume.clean_folder(run, 12)
+        run_folder.clean_folder(run, 12)
         assert not list(run.glob(".tmp-*"))
     for name in ("DONE", predict.LORA_FILE):
         (run / name).touch()
         with bad_disk(run / name, dict(unlink=errno.EBUSY)), refused(run / name, "cannot be deleted", "run again"):
-            resume.clean_folder(run, 12)
+            run_folder.clean_folder(run, 12)
 
 def test_what_prune_cannot_delete_is_one_line(tmp_path, small):
     folder = shutil.copytree(small.cache, tmp_path / "c")

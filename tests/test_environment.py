@@ -21,6 +21,7 @@ from PIL import ImageFile
 import common
 from library.cli import command_line
 from library.models import devices, environment, hub
+from training import run_log
 from tests.harness import (HERE, ON_DEVICE, add_item, assert_same_run, is_one_line, log_of, refused, run_script, train)
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def test_an_edited_script_is_said_by_a_run_that_goes_on(data, tmp_path):
         result = call("--resume", "--max_steps", steps)
         assert result.status == 0, result.err
         assert ("other than when this run began: script" in result.out) == said, result.out
-    assert environment.environment_changes("{}", dict(script="a")) == []
+    assert run_log.environment_changes("{}", dict(script="a")) == []
 
 def test_a_plan_and_a_device_that_is_named_need_no_card(tmp_path):
     """Nor does tiny, nor a name that is only misspelt, as another line answers it."""

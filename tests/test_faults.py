@@ -27,7 +27,7 @@ import common
 from library.data import index_file
 from library.files import tensor_files
 from library.lora import lora_paths
-from training import resume
+from training import resume, run_folder
 import predict
 import rope_patch
 from tests.harness import (ADAMW, HERE, assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip,
@@ -309,7 +309,7 @@ def test_a_damaged_checkpoint_displaces_no_whole_one(tmp_path, small, start, unb
 def test_a_finished_run_that_goes_on_is_no_longer_finished(tmp_path, unbroken):
     """Until it ends again its newest checkpoint is its LoRA, and a kill leaves no DONE."""
     out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "run")
-    assert resume.clean_folder(out_dir, 12) == (unbroken.out_dir / "log.jsonl").read_text("utf-8").splitlines()
+    assert run_folder.clean_folder(out_dir, 12) == (unbroken.out_dir / "log.jsonl").read_text("utf-8").splitlines()
     assert not (out_dir / "DONE").exists()
     assert lora_paths.find_lora(out_dir).parent == out_dir / "checkpoint-000012"
 

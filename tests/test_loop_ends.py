@@ -25,7 +25,7 @@ from library.cli import command_line
 from library.files import tensor_files
 from library.lora import lora_paths
 from library.models import devices
-from training import best_step, resume, run_log, validation
+from training import best_step, run_folder, run_log, validation
 import predict
 import rope_patch
 from tests.harness import (FULL, HERE, assert_bitwise, assert_same_run, is_one_line, log_of, run_script, start_ranks,
@@ -170,7 +170,7 @@ def test_a_log_that_fails_is_one_warning_and_its_lines_come_later_in_order(whole
     assert [r["warning"] for r in records if "warning" in r] == [result.err.strip()]
     page = run_script("tools/page.py", tmp_path / "run")
     assert page.status == 0 and "warning" not in page.err
-    assert resume.is_record(lines[-1], STEPS) and best_step.read_validations(tmp_path / "run") == []
+    assert run_folder.is_record(lines[-1], STEPS) and best_step.read_validations(tmp_path / "run") == []
 
 def test_a_log_that_fails_to_the_end_is_a_line_at_the_end(whole, tmp_path, monkeypatch):
     failing_log(monkeypatch, None)

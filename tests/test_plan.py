@@ -124,12 +124,17 @@ def test_processes_draw_different_pictures_but_with_fsdp_the_same_ones(monkeypat
     """And without a cache nothing is encoded before."""
     text = "x", True
     sample = SimpleNamespace(prompts=["x"], encodings=[dict(img_shapes=[(1, 2, 3)])], texts={text: dict(tokens=4)})
-    monkeypatch.setattr(validation, "choose_pictures", lambda *_: dict.fromkeys(range(3), (sample, None)))
     monkeypatch.setattr(plan, "text_keys_of", lambda sample, settings: [text])
     monkeypatch.setattr(plan, "world", lambda: 2)
     args = SimpleNamespace(max_tokens=10, max_steps=7, sample_every=3, use_cache=False)
+
+    def plan_step(n):
+        return [[SimpleNamespace(tokens=10)]]
+
+    def deal_packs(tokens):
+        return [[[0]], [[]]]
     for args.fsdp, packs in ((False, [2, 1]), (True, [3, 3])):
-        work = plan.counts(args, [], [sample], lambda n: [[SimpleNamespace(tokens=10)]], lambda tokens: [[[0]], [[]]])
+        work = plan.counts(args, [], [sample], [(sample, None)] * 3, plan_step, deal_packs)
         assert [len(share) for share in work.sampling] == packs and work.sampling[0][0] == [10]
         assert (work.encoded, work.validations, work.pictures) == (0, 3, 3)
         assert work.loss == [[[10]], [[10]]] # an idle pass counts as one

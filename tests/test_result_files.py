@@ -17,6 +17,7 @@ from PIL import Image
 
 import cache
 import common
+import library
 from library.cli import command_line
 from library.data import dataset
 from library.files import tensor_files
@@ -323,10 +324,10 @@ def test_a_list_that_is_a_pipe_is_to_be_saved(tmp_path):
 def edit(tmp_path, monkeypatch):
     """-> edit(file): that file of the project is another one from now on, for who hashes it."""
     root = tmp_path / "project"
-    shutil.copytree(result_files.ROOT / "library", root / "library")
+    shutil.copytree(Path(library.ROOT) / "library", root / "library")
     for file in ("rope_patch.py", "predict.py", "cache.py", "train.py"):
-        shutil.copy(result_files.ROOT / file, root)
-    monkeypatch.setattr(result_files, "ROOT", root)
+        shutil.copy(Path(library.ROOT) / file, root)
+    monkeypatch.setattr(library, "ROOT", root)
     return lambda file: (root / file).write_text((root / file).read_text("utf-8") + "\nx = 1\n", "utf-8")
 
 @pytest.mark.parametrize("file", result_files.DRAWING)
@@ -339,7 +340,7 @@ def test_edited_code_draws_anew_beside_the_older_pictures(here, tmp_path, edit, 
     assert not draw(here, tmp_path / "out", *flags).drawn
 
 def test_an_edited_copy_of_predict_py_draws_its_own(here, tmp_path):
-    script = Path(shutil.copy(result_files.ROOT / "predict.py", tmp_path))
+    script = Path(shutil.copy(Path(library.ROOT) / "predict.py", tmp_path))
     flags = [*flags_of(here, tmp_path / "out"), "--image", here / "in/bee.png", "--prompt", "go"]
     for count, edit in ((1, ""), (1, ""), (2, "\n# edited\n")):
         script.write_text(script.read_text("utf-8") + edit, "utf-8")
@@ -359,7 +360,7 @@ def test_a_room_counts_where_its_flag_is_on(here, tmp_path, edit):
 def test_code_that_is_saved_while_the_libraries_load_is_one_line(here, tmp_path, monkeypatch):
     """It was hashed, and perhaps not read by Python yet."""
     hashes = iter("ab")
-    monkeypatch.setattr(result_files, "code_hash", lambda files: next(hashes, "b"))
+    monkeypatch.setattr(library, "code_hash", lambda files: next(hashes, "b"))
     result = run_script("predict.py", *flags_of(here, tmp_path), "--image", here / "in/bee.png", "--prompt", "go")
     assert result.status == 1 and is_one_line(*result.errors, "predict.py", "has changed", "run it again"), result.err
 
@@ -376,7 +377,7 @@ def test_a_few_files_of_others_among_many_are_told_of_in_a_folder_of_any_name(tm
     """Of 200 the 10 in the middle: no header at either end says it."""
     files = [Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), folder)), "text", f"{n:032x}") for n in range(200)]
     for n, file in enumerate(files):
-        code = "other" if 95 <= n < 105 else result_files.code_hash(result_files.ENCODING)
+        code = "other" if 95 <= n < 105 else library.code_hash(library.ENCODING)
         tensor_files.write_tensors(file, {"a": torch.zeros(1)}, dict(code=code))
     cache.warn_of_other_code(files)
     assert capsys.readouterr().err.count("another cache.py") == 1

@@ -10,7 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import library # first, so that no other folder is taken for one of our modules
 import common
-from common import InputError, open_tensors
+from common import InputError
 from library.data import index_file
 from library.data.dataset import Planned
 from library.files import stray_files, tensor_files
@@ -32,7 +32,7 @@ def read_old(path):
     if not path.is_file(): # a FIFO would hang
         raise InputError(f"{path}: no file; take it out of the folder")
     try:
-        with open_tensors(path) as f:
+        with tensor_files.open_tensors(path) as f:
             versions = {(f.metadata() or {}).get("version", "1.0")}
             tensors = {k: f.get_tensor(k) for k in f.keys()}
         if "version" in tensors: # some dictionaries contain their version, as a number

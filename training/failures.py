@@ -9,7 +9,6 @@ import torch
 import common
 from common import InputError, first_words, say, tell
 from library.lora.lora_paths import LORA_FILE, checkpoints, number_of
-from training import run_folder
 
 # ---- a validation that fails -----------------------------------------------------------------------------------------
 
@@ -67,22 +66,12 @@ def compare_loras(out_dir, step, parameters):
 # ---- checkpoints: a disk that refuses one, and the last one before an error ends the run -----------------------------
 
 
-def save_whole(save, out_dir, step):
-    """Calls save(step). If that fails, deletes the half-written checkpoint, as the next try needs its room."""
-    path = out_dir / f"checkpoint-{step:06d}"
-    try:
-        save(step)
-    finally:
-        if path.is_dir() and not (path / LORA_FILE).exists():
-            run_folder.remove_old(path)
-
-
 def save_or_warn(save, out_dir, step, late, save_every, at_end):
     """Calls save(step) -> late: 0, or the step of the first checkpoint that the disk has refused since the last one
     that it took. The loop then tries again after each step. A refusal is a warning; at the end, or when the next
     checkpoint is due, it is an InputError."""
     try:
-        save_whole(save, out_dir, step)
+        save(step)
         return 0
     except (OSError, InputError) as e:
         if isinstance(e, OSError):
@@ -126,7 +115,7 @@ def save_the_rest(save, out_dir, step, error, before, optimizer):
         try:
             if before[:1] == [step] and before != versions_of(optimizer, step):
                 raise InputError(f"step {step + 1}: failed in the middle, with its changes half made")
-            save_whole(save, out_dir, step)
+            save(step)
         except (Exception, InputError) as e: # the first error must be seen all the same
             problem = first_words(e)
     if problem:

@@ -30,10 +30,10 @@ import common
 import rope_patch
 from cache import files_of
 from common import say, world
-from library.models import hub, model_files, quantization
+from library.models import model_files, quantization
 from library.models.model_files import CONFIGS
 from predict import text_keys_of
-from training import memory_fit, validation
+from training import memory_fit
 
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
@@ -179,7 +179,7 @@ def make_round(tokens, dealt):
     return [list(map(tokens_in, packs)) for packs in dealt]
 
 
-def counts(args, epoch, val_samples, plan_step, deal_packs):
+def counts(args, epoch, val_samples, requests, plan_step, deal_packs):
     """-> Work. What it gets is print_plan's."""
     def runs_of(sample, keys):
         image = sum(h * w for _, h, w in sample.encodings[0]["img_shapes"])
@@ -195,7 +195,6 @@ def counts(args, epoch, val_samples, plan_step, deal_packs):
     tokens = 4 * sum([runs_of(s, [(s.prompts[0], True)]) for s in val_samples], []) # at four noise levels
     loss = make_round(tokens, deal_packs(tokens))
     # predict.generate_samples deals jobs to the processes, and denoise packs the runs of each
-    requests = validation.choose_pictures(val_samples, args).values()
     runs = [runs_of(sample, text_keys_of(sample, settings)) for sample, settings in requests]
     for job in pack(list(map(sum, runs))):
         tokens = sum([runs[place] for place in job], [])
@@ -351,11 +350,12 @@ def say_hours(columns):
         "bits")
 
 
-def print_plan(args, transformer, folder, epoch, val_samples, plan_step, deal_packs, Item, flow_loss):
+def print_plan(args, transformer, folder, epoch, val_samples, requests, plan_step, deal_packs, Item, flow_loss):
     """args: train.py's flags; transformer, with its LoRA, on the meta device; folder: the model's; epoch: its samples;
-    plan_step(n) -> step n's Picks, and more; deal_packs: of samples of these lengths each process's packs; then
-    train.py's own."""
-    work, blocks = counts(args, epoch, val_samples, plan_step, deal_packs), len(rope_patch.blocks_of(transformer))
+    requests: validation.choose_pictures' answer; plan_step(n) -> step n's Picks, and more; deal_packs: of samples of
+    these lengths each process's packs; then train.py's own."""
+    work = counts(args, epoch, val_samples, requests, plan_step, deal_packs)
+    blocks = len(rope_patch.blocks_of(transformer))
     Pick = type(plan_step(0)[0][0]) # train.py's
     largest = memory_fit.largest_pack(memory_fit.lengths_of(epoch, Pick), args, world())
     say_tokens(args, work, len(epoch), largest)
@@ -435,7 +435,7 @@ def write_configs(model):
     """-> a folder that lives as long as this process."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    shutil.copytree(hub.TINY_DATA.parent / "tokenizer", folder / "tokenizer")
+    shutil.copytree(Path(__file__).parents[1] / "tiny/tokenizer", folder / "tokenizer")
     tokens = json.loads((folder / "tokenizer/tokenizer.json").read_bytes())["added_tokens"]
     [pad] = [token["id"] for token in tokens if token["content"] == "<|image_pad|>"]
     pipeline, more = PUBLISHED[model]

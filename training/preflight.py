@@ -22,7 +22,6 @@ from peft.tuners.lora import LoraLayer
 import predict
 from common import InputError, first_words, on_first_process, rank
 from rope_patch import blocks_of
-from training import run_folder
 from training.optimizers import averaged_weights
 from training.resume import (load_optimizer, names_in_file, read_checkpoint, read_optimizer, save_optimizer, take_steps,
                              trial)
@@ -30,10 +29,10 @@ from training.resume import (load_optimizer, names_in_file, read_checkpoint, rea
 STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
 
 
-def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty, default):
+def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty):
     """InputError if an optimizer of --optimizer would not resume to the bit, or if the files of this run could not be
-    used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA; default: as for
-    run_folder.next_commands. All others are train.py's. Nothing is changed."""
+    used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA. All others are train.py's.
+    Nothing is changed."""
     if len({group["lr"] for group in optimizer.param_groups}) > 1:
         raise InputError(f"{out_dir}: the optimizer's groups of parameters have several learning rates, and the loop "
                          "sets one for all; let it multiply them, or put all into one group")
@@ -45,21 +44,20 @@ def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_che
     folder = out_dir / f".tmp-trial-{rank()}" # one name: the next start deletes what a killed one has left
     check_optimizer(args, lora, make_optimizer, folder)
     on_first_process(lambda: check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint,
-                                         meta, load_empty, default))
+                                         meta, load_empty))
     gc.collect() # the second model's parts refer to each other
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
 
 
-def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint, meta, load_empty, default):
+def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint, meta, load_empty):
     """InputError names what is lost in the files of this run, which are written into `folder`."""
     try:
         with trial():
             trained, scales, firsts = write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta)
         try:
             found = find_wrong(folder, args.optimizer, trained, scales, firsts, load_empty())
-            run_folder.next_commands(args, folder, default)
         except InputError as e: # which names a file that will not be there
             found = first_words(e).removeprefix("error: ")
     except Exception as e: # of code that a person has changed, which can fail in any way
@@ -68,8 +66,7 @@ def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_
         shutil.rmtree(folder, ignore_errors=True)
     if found:
         raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
-                         "write_checkpoint, predict.py's save_lora, library/lora/lora_file.py, or next_commands of "
-                         "training/run_folder.py")
+                         "write_checkpoint, predict.py's save_lora, or library/lora/lora_file.py")
 
 
 def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta):

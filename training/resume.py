@@ -12,24 +12,18 @@ load_state_dict(), so they reach the optimizer's two dictionaries (param_groups 
 import contextlib
 import io
 import json
-import os
 import random
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from common import InputError, first_words, say, shell_command
-from library.cli.command_line import SAMPLING, is_index
-from library.files.disk import delete
-from library.files.stray_files import listed
 from library.files.tensor_files import OtherVersion, read_header, read_tensors, write_tensors
 from library.lora import lora_file
-from library.lora.lora_paths import LORA_FILE, checkpoints, number_of, numbered
-from training import best_step, optimizers
-from training.run_folder import remove_old
+from library.lora.lora_paths import LORA_FILE, checkpoints, number_of
+from training import optimizers
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -39,8 +33,8 @@ BY_CONTENT = ( # compared as hashes of what they lead to, which train.py adds wh
     "use_cache max_sequence_length").split()
 MAY_CHANGE = ( # what is written, when and where; then what changes speed and memory
     "val_data val_pictures sample_every save_every keep out_dir tracker plan resume sample_lora "
-    "device vae_device text_encoder_device flash_attention max_tokens gradient_checkpointing offload fsdp compile"
-).split() + list(SAMPLING)
+    "device vae_device text_encoder_device flash_attention max_tokens gradient_checkpointing offload fsdp compile "
+    "negative_prompt num_inference_steps true_cfg_scale sigmas shift").split()
 CONTENTS = dict(data_hash="--data", model_hash="the transformer", scheduler_hash="--model's scheduler",
                 pretrained_hash="--pretrained_lora") # of these a checkpoint has hashes, which tell a person nothing
 LEFT_OUT = "--resume --out_dir --lora_rank --lora_alpha --lora_targets --lora_args --pretrained_lora".split()
@@ -111,9 +105,7 @@ def find_checkpoint(out_dir, args):
             raise InputError(f"--resume: {line}; continue with that version{new_run}")
         except InputError as e:
             say(f"warning: {path} is damaged; trying the checkpoint before it ({first_words(e)})")
-    # a run that was killed before its first checkpoint begins again; one killed before its log has left hidden names
-    log, lora = [(out_dir / name).exists() for name in ("log.jsonl", LORA_FILE)]
-    if not saved and (log and not lora or not listed(out_dir, "*")):
+    if not saved and not (out_dir / LORA_FILE).exists(): # it was killed before its first checkpoint, and begins again
         return None
     raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or begin a new run in "
                      "another, without --resume")
@@ -181,7 +173,7 @@ def in_short(value):
 
 def sizes(args):
     """What the flags say of the config's sizes, before anything is encoded. {} of an index, which has its own."""
-    if any(map(is_index, args.data)):
+    if any(Path(root).suffix == ".json" for root in args.data):
         return {}
     return dict(geometry=dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels,
                               upscale=args.upscale))
@@ -195,52 +187,6 @@ def from_its_lora(out_dir):
             left_out = word.split("=")[0] in LEFT_OUT
         words += [] if left_out else [word]
     return shell_command(["python", sys.argv[0], *words, "--pretrained_lora", str(out_dir)])
-
-
-def clean_folder(out_dir, step):
-    """Prepares the folder for a run that continues after this step, and says so: removes what an earlier process has
-    left (half-written files and checkpoints, and what marks a run as finished). The checkpoints after this step, which
-    are damaged, get another name: they must not count for --keep -> the lines of the log that stay: the first, and
-    those up to the checkpoint, because later steps run again, and a kill may have left half a line."""
-    say(f"{out_dir}: continues after step {step}")
-    for path in out_dir.glob(".tmp-*"): # train.py holds the lock, so these belong to a dead process
-        remove_old(path)
-    damaged = checkpoints(out_dir)
-    for path in numbered(out_dir, "checkpoint"):
-        if number_of(path) > step and path in damaged:
-            put_aside(path)
-        elif number_of(path) > step:
-            remove_old(path)
-    for name in ("DONE", LORA_FILE):
-        delete(out_dir / name, "is of a finished run", "close what has it open, or delete it; then run again")
-    log = out_dir / "log.jsonl"
-    lines = log.read_text("utf-8", "replace").splitlines() if step and log.exists() else []
-    first = [line for line in lines[:1] if '"val_loss"' not in line] # which the lines of validations alone have
-    return first + [line for line in lines[1:] if is_record(line, step)]
-
-
-def put_aside(folder):
-    """Moves the files of a damaged checkpoint to another folder, for a person, the LoRA first: without it this is no
-    checkpoint. (Not every disk can rename the folder.)"""
-    aside = folder.with_name(f"{folder.name}.damaged-{time.time_ns()}")
-    try:
-        aside.mkdir()
-        for file in sorted(folder.iterdir(), key=lambda file: file.name != LORA_FILE):
-            os.replace(file, aside / file.name)
-    except OSError as e:
-        raise InputError(f"{folder}: is damaged, and cannot be moved aside ({e.strerror}); delete it")
-    remove_old(folder)
-
-
-def is_record(line, step):
-    """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py can
-    read it."""
-    with contextlib.suppress(Exception): # a foreign log can fail in any way
-        record = best_step.read_line(line)
-        if "val_loss" in record:
-            best_step.check_validation(record)
-        return best_step.is_count(record["step"], step)
-    return False
 
 # ---- LoRA and optimizer of a checkpoint ------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ import os
 import re
 import shutil
 import sys
+import time
 import weakref
 from pathlib import Path
 
 from common import (FULL, InputError, LONG_TEXT, file_in, is_inside, is_utf8, os_reason, refuse_to_replace, say,
                     shell_command, sync, warn_once)
-from library.cli import command_line
 from library.files import disk
 from library.files.stray_files import is_broken, listed
 from library.lora.lora_paths import LORA_FILE, checkpoints, number_of, numbered
@@ -24,15 +24,6 @@ from training import best_step
 
 TRIED = 2 * 10**9 # bytes at most that are written to find out about a quota
 FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, beside its checkpoints
-# train.py's flags that predict.py has, too, and needs for the same pictures
-DRAWING = [
-    "model",
-    "transformer",
-    "quantize",
-    "quantize_text_encoder",
-    "offload",
-    *command_line.SAMPLING,
-]
 
 # ---- which folder, and what may be in it -----------------------------------------------------------------------------
 
@@ -51,6 +42,10 @@ def find(args, name):
         raise InputError(f"--out_dir {folder}: cannot be looked at ({e.strerror}); give another folder")
     if args.resume and not used:
         say(f"{folder}: nothing to resume; begins there")
+    is_run = (folder / "log.jsonl").exists() or (folder / LORA_FILE).exists() or checkpoints(folder)
+    if args.resume and used and not is_run:
+        raise InputError(f"--resume: no run in {folder}; give the right --out_dir, or begin a new run in another, "
+                         "without --resume")
     if used and not (args.resume or args.plan):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
     check(folder, args.tracker)
@@ -149,6 +144,54 @@ def disk_has_locks(folder):
             return False
     return True
 
+# ---- a run that continues --------------------------------------------------------------------------------------------
+
+
+def clean_folder(out_dir, step):
+    """Prepares the folder for a run that continues after this step, and says so: removes what an earlier process has
+    left (half-written files and checkpoints, and what marks a run as finished). The checkpoints after this step, which
+    are damaged, get another name: they must not count for --keep -> the lines of the log that stay: the first, and
+    those up to the checkpoint, because later steps run again, and a kill may have left half a line."""
+    say(f"{out_dir}: continues after step {step}")
+    for path in out_dir.glob(".tmp-*"): # train.py holds the lock, so these belong to a dead process
+        remove_old(path)
+    damaged = checkpoints(out_dir)
+    for path in numbered(out_dir, "checkpoint"):
+        if number_of(path) > step and path in damaged:
+            put_aside(path)
+        elif number_of(path) > step:
+            remove_old(path)
+    for name in ("DONE", LORA_FILE):
+        disk.delete(out_dir / name, "is of a finished run", "close what has it open, or delete it; then run again")
+    log = out_dir / "log.jsonl"
+    lines = log.read_text("utf-8", "replace").splitlines() if step and log.exists() else []
+    first = [line for line in lines[:1] if '"val_loss"' not in line] # which the lines of validations alone have
+    return first + [line for line in lines[1:] if is_record(line, step)]
+
+
+def put_aside(folder):
+    """Moves the files of a damaged checkpoint to another folder, for a person, the LoRA first: without it this is no
+    checkpoint. (Not every disk can rename the folder.)"""
+    aside = folder.with_name(f"{folder.name}.damaged-{time.time_ns()}")
+    try:
+        aside.mkdir()
+        for file in sorted(folder.iterdir(), key=lambda file: file.name != LORA_FILE):
+            os.replace(file, aside / file.name)
+    except OSError as e:
+        raise InputError(f"{folder}: is damaged, and cannot be moved aside ({e.strerror}); delete it")
+    remove_old(folder)
+
+
+def is_record(line, step):
+    """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py can
+    read it."""
+    with contextlib.suppress(Exception): # a foreign log can fail in any way
+        record = best_step.read_line(line)
+        if "val_loss" in record:
+            best_step.check_validation(record)
+        return best_step.is_count(record["step"], step)
+    return False
+
 # ---- room for checkpoints, and which of them go ----------------------------------------------------------------------
 
 
@@ -227,17 +270,9 @@ def remove_pictures(out_dir):
 # ---- what to do with a finished run ----------------------------------------------------------------------------------
 
 
-def option(name, value):
-    """-> the words of a command that give a flag this value, which may look like a flag itself."""
-    if value == command_line.ALL_BLOCKS:
-        value = "all"
-    if str(value).startswith("-"):
-        return [f"--{name}={value}"]
-    return [f"--{name}", str(value)]
-
-
-def next_commands(args, out_dir, default):
-    """-> lines: what a person may want to do with a finished run of train.py. default(flag): its default value."""
+def next_commands(out_dir, predict_words, sample_lora):
+    """-> lines: what a person may want to do with a finished run. predict_words: what command_line.words_for_predict
+    returns; sample_lora: --sample_lora's files."""
     lines = []
     lora = out_dir
     # The best checkpoint is recommended only if it is the best by all measures; otherwise the pictures must tell.
@@ -249,13 +284,7 @@ def next_commands(args, out_dir, default):
             lines.append(f"{path} is better than the last one by {' and '.join(measures)}; compare them")
             if len(measures) == len(best_step.best_steps(validations)):
                 lora = path
-    # only the flags that the person has given, as predict.py has the same defaults
-    flags = []
-    for name in DRAWING:
-        value = vars(args).get(name)
-        if value != default(name):
-            flags += option(name, value)
-    draw = shell_command(["python", "predict.py", *flags, "--lora", lora, *args.sample_lora])
+    draw = shell_command(["python", "predict.py", *predict_words, "--lora", lora, *sample_lora])
     look = shell_command(["python", "tools/page.py", out_dir])
     return [
         *lines,

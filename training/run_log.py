@@ -3,9 +3,12 @@ The numbers of a run: log.jsonl has a line for each step, each validation and ea
 or wandb gets the losses and the contact sheets of validations, too. A failure of either is a warning and ends no run.
 What a line holds is said where it is made: in train.py's loop and in validation.py.
 """
+import contextlib
 import hashlib
 import json
 import os
+import platform
+import re
 
 import numpy as np
 
@@ -54,6 +57,30 @@ class Log: # a class because it keeps the lines that are not on the disk yet
             self.waiting, self.size = [], size
         self.failed = bool(self.waiting)
         return not self.waiting
+
+# ---- what a run's first line says of the machine ---------------------------------------------------------------------
+
+
+# variables that change the last bits of a result, or the speed
+OTHER_BITS = re.compile("(TORCH|PYTORCH|TORCHINDUCTOR|CUBLAS|CUBLASLT|CUDNN|NCCL|MKL|OMP|KMP|ATEN|ONEDNN|DNNL)_.*")
+
+
+def environment_changes(begun, now):
+    """-> a line if a run goes on with other packages, another recipe, or in other surroundings. begun: its log's first
+    line."""
+    with contextlib.suppress(ValueError, AttributeError, RecursionError): # it may be anything
+        before = json.loads(begun)
+        differ = [f"{name} {before[name]!s:.200} -> {now[name]}" for name in now
+                  if before.get(name, now[name]) != now[name]] # an older log lacks some
+        if differ:
+            return [f"warning: other than when this run began: {', '.join(differ)}; its numbers may differ"]
+    return []
+
+
+def describe_environment():
+    """-> {name: what may change the last bits of a result}, beside the packages' versions."""
+    set_here = {name: value for name, value in os.environ.items() if OTHER_BITS.fullmatch(name)}
+    return dict(python=platform.python_version(), machine=platform.machine(), environment=set_here)
 
 # ---- --tracker -------------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,7 @@ import cache
 import common
 import predict
 from common import InputError, content_key, tell
-from library.data import picture_files
-from library.files import disk
-from library.results import contact_sheets
+from library.results import contact_sheets, result_files
 from library.results.result_files import cause_of, picture_stem
 from training import best_step
 
@@ -62,7 +60,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             self.vae = encoders.vae
         else:
             self.vae = cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)
-        self.most = disk.longest_name(out_dir)
+        self.most = result_files.longest_name(out_dir)
         # the files that this process has saved of the pictures that are the same in each validation
         self.saved = set()
 
@@ -126,7 +124,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
 
         def original(n, path):
             try:
-                return picture_files.read_image(path, sample.contents[path]), None
+                return cache.read_planned(sample, path), None
             except InputError as e:
                 if Path(path).exists():
                     tell(f"warning: {str(e).removeprefix('error: ')} (compared with what was encoded instead)")
@@ -147,7 +145,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         # that once: what an earlier one has saved may be of another --val_data, or generated with other flags
         file = Path(f"{picture_stem(sample)}.png")
         if len(os.fsencode(file)) > self.most:
-            file = disk.beside(file, f"-{place}.png", self.most) # of what begins alike each has its own
+            file = result_files.beside(file, f"-{place}.png", self.most) # of what begins alike each has its own
         file = f"{sample.root}/{file}"
         for name, image in shown.items():
             path = self.out_dir / "samples" / (f"step_{step:06d}" if name == "lora" else name) / file
@@ -186,7 +184,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for name, image in sheets.items():
             path = folder / f"step_{step:06d}_{name}.png"
             if len(os.fsencode(path.name)) > self.most:
-                path = disk.beside(path, ".png", self.most)
+                path = result_files.beside(path, ".png", self.most)
             predict.save_png(image, path)
         # with the flags of sampling, which --resume may have changed
         means = {name: dict(zip(best_step.KINDS, np.mean(psnrs, 0).tolist())) for name, psnrs in groups.items()}

@@ -279,6 +279,19 @@ def add_sample_flags(flag, names):
         kind, text = SAMPLE_FLAGS[name]
         flag(f"--{name}", SAMPLING.get(name), text, type=kind)
 
+def words_for_predict(args, default):
+    """-> the words of a command line by which predict.py draws as these flags of train.py say: of the flags that both
+    have, those that the person has given. default(flag): its default value."""
+    words = []
+    for name in ("model", "transformer", "quantize", "quantize_text_encoder", "offload", *SAMPLING):
+        value = getattr(args, name, None)
+        if value == default(name):
+            continue
+        text = "all" if value == ALL_BLOCKS else str(value)
+        # which may look like a flag itself
+        words += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
+    return words
+
 PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # which package this value of a flag needs
 
 def set_tiny_defaults(parser, flags):
@@ -299,7 +312,7 @@ def parse_args(parser, script):
     if hub.is_tiny(args.model):
         set_tiny_defaults(parser, flags)
         args = parser.parse_args()
-    environment.refuse_devices(args)
+    environment.refuse_devices(args, hub.near_id(args.model).removesuffix(", "))
     # what is written into a dataset would be read as a part of it
     if args.cache_dir and Path(args.cache_dir, "target").is_dir():
         parser.error(f"argument --cache_dir: {args.cache_dir} is a dataset; give another folder, or leave it out")

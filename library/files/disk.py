@@ -4,7 +4,6 @@ anything slow, by the functions that will write. Where a weaker way is safe it i
 locks, no hard links. For what is needed an error names what is missing: to rename, append to or delete a file, room
 for a checkpoint. No script needs to rename a folder while it works (some of tools/ do at their end).
 """
-import errno
 import os
 import secrets
 import shutil
@@ -76,25 +75,3 @@ def try_cache(args):
         if not Path(args.cache_dir, "latents").is_dir() and vars(args).get("use_cache", True):
             raise
         warn_once(f"warning: {str(e).removeprefix('error: ').split('; ')[0]}: it serves only if it is complete")
-
-
-def beside(path, end, most=common.NAME_BYTES):
-    """-> a name of so many bytes at most that begins as this one and has an end such as -2.png: a long one is cut."""
-    stem = os.fsencode(path.stem)[:most - len(end)].decode(errors="ignore") # never within a letter
-    return path.with_name(stem + end)
-
-
-def longest_name(folder):
-    """-> bytes that a file's name may have here: encrypted disks take fewer than others."""
-    while not folder.is_dir():
-        folder = folder.parent
-    for size in (common.NAME_BYTES, 143, 100):
-        trial = folder / (".tmp-" + secrets.token_hex(size)[5:size])
-        try:
-            trial.touch()
-            trial.unlink()
-            break
-        except OSError as e:
-            if e.errno != errno.ENAMETOOLONG: # which the trial of the folder will tell
-                break
-    return size

@@ -18,7 +18,7 @@ import re
 
 import safetensors
 
-from common import InputError, first_words, open_tensors, shell_command, write_file
+from common import InputError, first_words, is_utf8, shell_command, write_file
 
 # torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
 # print their -h, or find a typo, without.
@@ -203,6 +203,13 @@ def refuse_family(path):
     if families and all(families):
         raise InputError(f"{path}: a LoRA of another model, which looks like {families[-1]} ({max(names)}); "
                          "take one of Qwen-Image-Edit")
+
+def open_tensors(path, framework="pt"):
+    """safetensors.safe_open, also of a path that is no UTF-8, which that refuses."""
+    if is_utf8(path):
+        return safetensors.safe_open(path, framework)
+    with open(path, "rb") as file: # Linux, which alone has such names, gives an open file a second one
+        return safetensors.safe_open(f"/proc/self/fd/{file.fileno()}", framework)
 
 def open_safetensors(path, error_of, of_gguf):
     """-> the file, mapped by safetensors. Raises error_of(what the file is instead, what to do). of_gguf: what to do

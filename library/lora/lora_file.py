@@ -7,6 +7,7 @@ this form, and says what is wrong with all others. The last chapter is about the
 """
 import functools
 import hashlib
+import json
 import math
 import re
 from dataclasses import dataclass, replace
@@ -21,7 +22,6 @@ from library.lora import foreign_loras
 from library.lora.lora_paths import PEFT_FILE, find_lora
 from library.lora.peft_config import (MOST_ALPHA, MOST_RANK, PATTERNS, check_config, lora_error, number_of_file,
                                       scale_of_layer, words_of)
-from library.models import model_files
 
 # the name of a tensor in diffusers' form: (layer, A or B)
 PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
@@ -266,7 +266,7 @@ def base_of(model, transformer, folder, transformer_folder, model_hash):
     transformer is that of a 2511, and the hash of its weights (if cache.hash_part changes, this wants another name, as
     what older files have would differ). The folders are --model's, and find_transformer's."""
     files = folder / "model_index.json", transformer_folder / "transformer/config.json"
-    index, config = map(model_files.read_json, files)
+    index, config = [json.loads(file.read_bytes()) for file in files] # which cache.find_model has looked at
     named = dict(model=model, transformer=transformer) if transformer else dict(model=model)
     return named | dict(pipeline=index["_class_name"], zero_cond_t=bool(config.get("zero_cond_t")),
                         model_hash=model_hash)

@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import common
-from common import InputError, closest, is_inside, warn_once
-from library.files.stray_files import nearest
+from common import InputError, closest, is_inside, near_file, warn_once
 from library.models.hub import from_hub
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
@@ -64,7 +63,7 @@ def no_lora(path, file):
     """Why there is no LoRA at `path`, where `file` was looked for, and what may be meant."""
     found = sorted(path.glob("*.safetensors"))[:1] + runs_in(path)[-1:]
     if not found and not path.exists():
-        near = [place for place in (nearest(path), near_run(path)) if place]
+        near = [place for place in (near_file(path), near_run(path)) if place]
         for place in near:
             if place.is_file() or (place / LORA_FILE).is_file() or checkpoints(place):
                 found.append(place)

@@ -3,8 +3,6 @@ What surrounds a run, and stands in no flag: variables of the environment, and w
 our first line. What would change numbers in silence is refused or put back; what changes the speed, or the last bits
 alone, stays as it is, and the log's first line says it.
 """
-import contextlib
-import json
 import logging
 import os
 import platform
@@ -16,7 +14,6 @@ from pathlib import Path
 from PIL import ImageFile
 
 from common import InputError, flag_error
-from library.models import hub
 
 # bitsandbytes misses a package that only its layers on a CPU would use, which reads like an error of ours
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -27,7 +24,6 @@ MEETING = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split() # all of these, for 
 # loads, products in TF32 or bf16
 OTHER_NUMBERS = re.compile("ACCELERATE_.*|FSDP_.*|DIFFUSERS_ATTN_.*|TRANSFORMERS_SDPA_.*|USE_HUB_KERNELS|"
                            "TORCH_ALLOW_TF32_.*|NVIDIA_TF32_.*|(ONE|)DNNL?_DEFAULT_FPMATH_MODE")
-OTHER_BITS = re.compile("(TORCH|PYTORCH|TORCHINDUCTOR|CUBLAS|CUBLASLT|CUDNN|NCCL|MKL|OMP|KMP|ATEN|ONEDNN|DNNL)_.*")
 
 
 def environment_error():
@@ -67,9 +63,9 @@ def wants_card(args):
     return re.fullmatch(r"[^/.][^/]*/[^/]+", args.model) is not None # else a slip of the pen
 
 
-def refuse_devices(args):
+def refuse_devices(args, near=""):
     """Ends the script if its flags ask for a device that this machine lacks, or on which nobody has compared the
-    numbers. It needs no torch, which takes ten seconds."""
+    numbers. near: a published model that --model may mean. It needs no torch, which takes ten seconds."""
     for name, device in vars(args).items():
         if not name.endswith("device") or not device:
             continue
@@ -80,7 +76,6 @@ def refuse_devices(args):
             flag_error(f"--{name}: {device!r} cannot be used, as this machine has no card of NVIDIA; take one that "
                        "has, or give cpu, for a rehearsal")
     if no_card() and wants_card(args):
-        near = hub.near_id(args.model).removesuffix(", ")
         also = f". and {args.model} may be no model: {near}" if near else ""
         who = "no Mac has" if platform.system() == "Darwin" else "this machine (or its container) lacks"
         raise InputError(f"--device: the real model needs a card with CUDA, which {who}; take a machine with one, or "
@@ -102,21 +97,3 @@ def restore_defaults():
         for device in ("cpu", "cuda"):
             torch.set_autocast_enabled(device, False)
     return lines
-
-
-def environment_changes(begun, now):
-    """-> a line if a run goes on with other packages, another recipe, or in other surroundings. begun: its log's first
-    line."""
-    with contextlib.suppress(ValueError, AttributeError, RecursionError): # it may be anything
-        before = json.loads(begun)
-        differ = [f"{name} {before[name]!s:.200} -> {now[name]}" for name in now
-                  if before.get(name, now[name]) != now[name]] # an older log lacks some
-        if differ:
-            return [f"warning: other than when this run began: {', '.join(differ)}; its numbers may differ"]
-    return []
-
-
-def describe_environment():
-    """-> {name: what may change the last bits of a result}, beside the packages' versions."""
-    set_here = {name: value for name, value in os.environ.items() if OTHER_BITS.fullmatch(name)}
-    return dict(python=platform.python_version(), machine=platform.machine(), environment=set_here)

@@ -27,9 +27,8 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 import common
-from common import InputError, first_words
+from common import InputError, first_words, near_file
 from library.files import tensor_files
-from library.files.stray_files import near_path
 from library.models import model_files
 from rope_patch import blocks_of
 
@@ -68,8 +67,9 @@ def error_of(path, what, remedy):
 def open_file(path):
     """-> the file, mapped by safetensors. InputError says what it is instead."""
     if not Path(path).is_file():
-        raise error_of(path, "no file of that name",
-                       f"{near_path(path)} (of the hub: hf download REPO FILE --local-dir .)")
+        near = near_file(Path(path))
+        give = f"give {near}" if near else "check the name"
+        raise error_of(path, "no file of that name", f"{give} (of the hub: hf download REPO FILE --local-dir .)")
     return tensor_files.open_safetensors(path, functools.partial(error_of, path), REMEDY)
 
 

@@ -7,45 +7,38 @@ pictures finished, another one writes beside them, and edited code draws anew. A
 a line of --jobs) is that file: an older picture of ours is replaced there, and anything else is an error.
 """
 import contextlib
-import hashlib
+import errno
 import io
 import json
 import os
+import secrets
 import sys
+from glob import glob
 from pathlib import Path
 
 from PIL import Image, PngImagePlugin
 
 import common
+import library
 from common import InputError, refuse_to_replace
-from library.cli.command_line import is_one_file
 
 OURS = rb"tEXtkey\0" # is in every picture that predict.py and train.py have written
 END = b"\0\0\0\0IEND\xaeB`\x82" # the last chunk of every PNG
 MOST_BYTES = 120 # of a name that we choose, before its key: some disks (eCryptfs) take 143 in all
-ROOT = Path(__file__).parents[2]
-ENCODING = "cache.py library/data/picture_files.py library/data/automatic_mask.py".split()
-DRAWING = ["rope_patch.py", *ENCODING] # beside predict.py
+DRAWING = ["rope_patch.py", *library.ENCODING] # the code that draws, beside predict.py
 
 def drawing_hash(script, args):
     """A hash of the code that draws with these flags of predict.py. script: its path, which may be an edited copy's."""
     files = [script, *DRAWING]
     if args.lora:
-        files += sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("library/lora/*.py"))
+        files += sorted(glob("library/lora/*.py", root_dir=library.ROOT))
     if args.quantize != "none":
         files.append("library/models/quantization.py")
     if args.offload:
         files.append("library/models/offloading.py")
-    if is_one_file(args.transformer):
+    if args.transformer: # perhaps one file
         files.append("library/models/one_file.py")
-    return code_hash(files)
-
-def code_hash(files):
-    """A hash of the bytes of these files, paths in the project's folder: ENCODING makes encoded files."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update((ROOT / file).read_bytes())
-    return digest.hexdigest()[:12]
+    return library.code_hash(files)
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 
@@ -74,6 +67,26 @@ def keyed_path(folder, stem, key):
     if len(os.fsencode(name)) > MOST_BYTES:
         name = os.fsencode(name)[:MOST_BYTES].decode(errors="ignore")
     return path.with_name(f"{name}-{key[:8]}.png")
+
+def beside(path, end, most):
+    """-> a name of so many bytes at most that begins as this one and has an end such as -2.png: a long one is cut."""
+    stem = os.fsencode(path.stem)[:most - len(end)].decode(errors="ignore") # never within a letter
+    return path.with_name(stem + end)
+
+def longest_name(folder):
+    """-> bytes that a file's name may have here: encrypted disks take fewer than others."""
+    while not folder.is_dir():
+        folder = folder.parent
+    for size in (common.NAME_BYTES, 143, 100):
+        trial = folder / (".tmp-" + secrets.token_hex(size)[5:size])
+        try:
+            trial.touch()
+            trial.unlink()
+            break
+        except OSError as e:
+            if e.errno != errno.ENAMETOOLONG: # which the trial of the folder will tell
+                break
+    return size
 
 def identity_of(path):
     """-> what tells that two paths lead to one file, also through links, or in other letter case: its number on the
