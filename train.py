@@ -662,7 +662,7 @@ if checkpoint:
 
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 if rank == 0:
-    log_lines = resume.clean_folder(out_dir, step) if args.resume else []
+    log_lines = run_folder.clean_folder(out_dir, step) if args.resume else []
     say(*environment_changes("".join(log_lines[:1]), around))
     begin = json.dumps(dict(command=sys.argv, flags=vars(args), **around, started=time.time()), default=str)
     write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in log_lines or [begin]).encode())
