@@ -532,7 +532,7 @@ PROGRAMS = dict(
         train.ema_config.use_ema train.ema_config.ema_decay model.name_or_path model.quantize_te model.qtype_te
         sample.sample_every save.save_every""",
         """datasets.folder_path datasets.control_path_1 datasets.mask_path datasets.default_caption datasets.caption_ext
-        trigger_word sample.width sample.seed sample.walk_seed sample.samples.prompt sample.samples.ctrl_img_1""",
+        trigger_word""",
         "--model Qwen/Qwen-Image-Edit-2509 --target_pixels 512x512 768x768 1024x1024 --repeats 2 "
         "--caption_dropout_rate 0.05 --lora_rank 32 --lora_alpha 16 --batch_size 6 --max_steps 3000 "
         "--optimizer bitsandbytes.optim.AdamW8bit --lr 2e-4 --lr_scheduler cosine --weight_decay 0.0001 --ema 0.99 "
@@ -693,20 +693,6 @@ def test_datasets_that_differ_are_not_taken_over(tmp_path):
         assert "--repeats" not in train and "datasets.num_repeats = " in result.out, result.out
         assert flag_in(train, "--target_pixels") == ["512x512", "768x768"]
 
-def test_sample_prompts_become_jobs(tmp_path):
-    """predict.py reads them, from any folder; the trigger word is in its place, and no such file is replaced."""
-    picture = dict(prompt="[trigger] in snow", ctrl_img="before/a.png")
-    sample = dict(samples=[picture, picture | dict(seed=7), dict(prompt="alone")], seed=42, walk_seed=True, width=640)
-    result, _ = imported(tmp_path, sample=sample, process=dict(trigger_word="sks"))
-    jobs, problems = read_dataset(tmp_path / "out_jobs.jsonl", is_job=True)
-    assert not problems and "out_jobs.jsonl: 2 sample prompts" in result.out
-    assert [(job.prompts, job.controls, job.job_fields) for job in jobs] == [
-        (["sks in snow"], [str(tmp_path / "before/a.png")], dict(width=640, seed=seed, line=n + 1))
-        for n, seed in enumerate((42, 7))]
-    shutil.rmtree(tmp_path / "out")
-    result = run_script("tools/import_data.py", tmp_path / "a.yaml", tmp_path / "out")
-    assert result.status == 1 and is_one_line(result.errors[0], "out_jobs.jsonl") and not (tmp_path / "out").exists()
-
 def test_settings_without_data_are_printed_and_the_error_says_how_to_import_it(tmp_path):
     """Data that is elsewhere, or that a file outside of the configuration's folder names; then epochs are no steps."""
     write(tmp_path / "other/dataset.toml", MUSUBI)
@@ -778,16 +764,6 @@ def test_a_strangers_value_is_taken_over_or_named(program):
             flags, rest = translate(Settings("a", program, values), samples=4, held_out=True)
             assert bool(flags) != any(text.startswith(f"{key} = ") for text in rest)
             assert all(len(word) < 400 and not CONTROLS.search(word) for words in flags.values() for word in words)
-
-def test_a_long_word_in_many_sample_prompts_costs_no_memory(tmp_path):
-    """A prompt may name the trigger word a hundred thousand times."""
-    samples = [dict(prompt="[name]" * n, ctrl_img="before/a.png") for n in (1500, 100_000)]
-    make_pairs(tmp_path)
-    sample = dict(samples=samples, width="9" * 300_000) # which each job would repeat
-    text = dict(config=dict(process=[dict(trigger_word="x" * 900, sample=sample, datasets=[
-        dict(folder_path="after", control_path="before")])]))
-    result = run_script("tools/import_data.py", write(tmp_path / "a.yaml", text), tmp_path / "out")
-    assert result.status == 0 and (tmp_path / "out_jobs.jsonl").stat().st_size < 200_000, result.err
 
 def test_a_file_with_too_many_settings_is_one_line(tmp_path):
     """Each of them would be compared with each row of a table."""

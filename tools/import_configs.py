@@ -13,7 +13,7 @@ import re
 import shlex
 import tomllib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml # comes with huggingface_hub
@@ -113,7 +113,6 @@ def read_config(path):
             raise KeyError("datasets")
         parts = [part_of(path, row) for row in rows]
         settings.datasets = len(parts)
-        settings.jobs = jobs_of(path, values) if program == "aitoolkit" else []
     except Exception as e: # a foreign file can fail in any way
         if isinstance(e, KeyError):
             why = f"no {e}"
@@ -295,10 +294,6 @@ DATA_KEYS = dict(
                 "conditioning_type source_dataset_id caption_strategy instance_prompt only_instance_prompt "
                 "prepend_instance_prompt disable_multiline_split data_backend_config dataloader_config",
     diffsynth="dataset_base_path dataset_metadata_path")
-JOB_KEYS = ("sample.width sample.height sample.seed sample.walk_seed sample.samples.prompt sample.samples.ctrl_img "
-            "sample.samples.ctrl_img_1 sample.samples.ctrl_img_2 sample.samples.ctrl_img_3 sample.samples.width "
-            "sample.samples.height sample.samples.seed")
-
 # their words for our values, without marks and capitals
 QUANTIZE = dict(true="fp8", fp8="fp8", float8="fp8", qfloat8="fp8", fp8quanto="fp8", int8="int8", qint8="int8",
                 int8quanto="int8", nf4="nf4", nfloat4="nf4", nf4bnb="nf4")
@@ -334,7 +329,6 @@ class Settings:
     program: str # a name in TABLES
     values: dict # {key, with dots: [a value for each dataset that has it]}
     datasets: int = 1
-    jobs: list = field(default_factory=list) # sample prompts, as rows of jobs.jsonl
     no_data: str = "" # why its pictures are not found, if they are not
 
 def flatten(value, key=""):
@@ -461,8 +455,6 @@ def translate(settings, samples=0, held_out=False):
         done.add(flag)
         taken |= {key, *[condition.split("=")[0] for condition in conditions]}
     data = DATA_KEYS[settings.program].split()
-    if settings.jobs:
-        data += JOB_KEYS.split()
     rest = []
     for key, values in settings.values.items():
         name = re.sub(r"^(datasets|conditioning)\.|(?<=control_path)_?\d$", "", key)
@@ -533,27 +525,6 @@ def aitoolkit_apart(path, config):
     processes = job.pop("process")
     rows = [process | part for process in processes for part in process.get("datasets") or []]
     return [*processes, job, config], rows, None
-
-def jobs_of(path, processes):
-    """ai-toolkit's sample prompts that have pictures -> rows of a jobs.jsonl."""
-    rows = []
-    for process in processes:
-        sample = process.get("sample") or {}
-        usual = numbers_of(sample)
-        word = str(process.get("trigger_word") or "")[:100] # a prompt may name it a thousand times
-        for n, one in enumerate(sample.get("samples") or []):
-            pictures = [one[name] for name in ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3") if one.get(name)]
-            row = usual | numbers_of(one)
-            if sample.get("walk_seed") and "seed" in usual and "seed" not in one:
-                row["seed"] += n
-            if pictures and len(one["prompt"]) < 10_000:
-                row["image"] = [os.path.abspath(locate(path, name)) for name in pictures]
-                rows.append(row | dict(prompt=fill(one["prompt"], word)))
-    return rows
-
-def numbers_of(sample):
-    """Those that a line of jobs.jsonl may have, too; each line repeats them."""
-    return {name: sample[name] for name in ("width", "height", "seed") if isinstance(sample.get(name), int)}
 
 def fill(text, word):
     """A caption with this word in ai-toolkit's placeholders."""

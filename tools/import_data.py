@@ -713,7 +713,7 @@ def main():
         meant = common.shell_command(["python", sys.argv[0], args.out, args.source])
         parser.error(f"argument {args.source}: does not exist, and {args.out} does; what is read comes first: {meant}")
     common.refuse_to_replace(args.out)
-    val, jobs = [args.out.parent / f"{args.out.name}{end}" for end in ("_val", "_jobs.jsonl")]
+    val = args.out.with_name(f"{args.out.name}_val")
     if args.hold_out:
         common.refuse_to_replace(val)
     for folder in [args.target, args.mask, *args.control]:
@@ -727,8 +727,6 @@ def main():
             if found and found.no_data:
                 tell(*next_commands(found, args.out, None, 0))
                 raise InputError(found.no_data)
-            if found and found.jobs:
-                common.refuse_to_replace(jobs)
             common.print_problems(problems)
             if not samples or (problems and not args.skip_bad):
                 sys.exit("nothing was written; correct these errors, or leave the samples out: --skip_bad")
@@ -740,9 +738,6 @@ def main():
         raise common.disk_error(args.out, e)
     held_out = len(samples) // args.hold_out if args.hold_out else 0
     tell(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
-    if found and found.jobs:
-        common.write_file(jobs, "".join(json.dumps(job) + "\n" for job in found.jobs).encode())
-        tell(f"{jobs}: {len(found.jobs)} sample prompts, for predict.py --jobs")
     if args.target or not list(args.out.glob("*.json")): # no cache
         tell(*next_commands(found, args.out, val if held_out else None, len(samples) - held_out))
 
