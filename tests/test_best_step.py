@@ -10,7 +10,7 @@ import pytest
 
 import common
 from library.lora import lora_paths
-from training import best_step, run_folder
+from training import best_step
 from tests.harness import add_item, is_one_line, lora_file, lora_tensors, run_script, validations_of
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def test_with_other_held_out_pairs_the_comparison_begins_anew():
 
 DAMAGES = [dict(val_loss=None), dict(val_loss="1"), dict(step=-1), dict(step=float("inf")), dict(step="2"),
            dict(step=int(20 * "1")), dict(pictures=5), dict(pictures={"a": 1}), dict(psnr={"a": [1]}), dict(psnr=[1]),
-           dict(pairs=-1), dict(pairs=None), dict(val_key=3), dict(val_key=["v"]), dict(flags=3),
-           dict(not_finite={"a": 1}), dict(not_finite=[3])]
+           dict(pairs=-1), dict(pairs=None), dict(val_key=3), dict(flags=3), dict(not_finite={"a": 1}),
+           dict(not_finite=[3])]
 PICTURE = dict(file="a/b", prompt="", controls=1, psnr=[1, 2, 3, 4])
 DAMAGES += [dict(pictures=[PICTURE | damage]) for damage in (
     dict(psnr=[1, 2, 3]), dict(psnr=[1, 2, 3, "x"]), dict(file="\0"), dict(file=3), dict(prompt=3),
@@ -106,10 +106,7 @@ def test_a_foreign_line_of_a_log_counts_as_none(tmp_path, line):
     assert [record["step"] for record in validations] == [2, 4] and best_step.steps_to_keep(validations) == {2}
 
 def test_a_number_that_no_float_holds_is_infinite(tmp_path):
-    record = json.dumps(validation(4, 7.5)).replace("7.5", "1" + 400 * "0")
-    write_log(tmp_path, [validation(2, 2.0, 30)])
-    with open(tmp_path / "log.jsonl", "a", encoding="utf-8") as f:
-        f.write(record + "\n")
+    write_log(tmp_path, [validation(2, 2.0, 30), validation(4, 10**400)])
     validations = best_step.read_validations(tmp_path)
     assert len(validations) == 2 and best_step.best_steps(validations)["validation loss"] == 2
     assert "the last, step 4, has NaN or Inf" in best_step.describe(validations)[0]
@@ -132,23 +129,6 @@ def test_a_line_of_the_log_says_what_its_validation_is_compared_with(tmp_path, s
     assert len(keys) == len(ways) and len(set(keys)) == len(ways) - 1 and keys[0] == keys[-1]
     assert f"not compared: {len(ways) - 2} with other --val_data" in result.out
     assert 4 in best_step.steps_to_keep(best_step.read_validations(tmp_path / "run")) # the only one of the other data
-
-def test_only_checkpoints_before_the_last_one_are_better_than_it(tmp_path):
-    """Of those that are still there the end of a run says so."""
-    write_log(tmp_path, [validation(20, 0.5, 25), validation(30, 0.25, 24), validation(40, 0.3, 1)])
-    folders = {step: tmp_path / f"checkpoint-{step:06d}" for step in (20, 30, 40)}
-    for folder in folders.values():
-        folder.mkdir()
-        (folder / lora_paths.LORA_FILE).touch()
-
-    def better():
-        lines = run_folder.next_commands(tmp_path, [], [])
-        return lines[:lines.index("next:")]
-    by_loss = f"{folders[30]} is better than the last one by validation loss; compare them"
-    by_psnr = f"{folders[20]} is better than the last one by mean PSNR; compare them"
-    assert better() == [by_psnr, by_loss]
-    shutil.rmtree(folders[40])
-    assert better() == [by_psnr]
 
 @pytest.mark.parametrize("place", ["samples", "samples/base/data", "samples/step_000002"])
 def test_no_picture_is_written_through_a_link_out_of_the_run(tmp_path, flags, place):
@@ -201,27 +181,15 @@ def test_a_run_whose_learning_rate_has_ended_says_why_it_cannot_go_on(tmp_path, 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_file_has_every_step_and_a_terminal_one_in_ten(tmp_path, small, terminal, monkeypatch):
-    """A line that is printed has at most 100 columns."""
+    """A line that is printed has at most 100 columns, also of a long run."""
     monkeypatch.setattr(common, "quiet", lambda: not terminal)
     result = run_script("train.py", *small.flags, "--max_steps", 22, "--save_every", 15, "--out_dir", tmp_path / "a")
     assert result.status == 0, result.err
     steps = [int(n) for n in re.findall(r"^step (\d+)/22 ", result.out, re.M)]
     assert steps == ([1, 10, 15, 20, 22] if terminal else [*range(1, 23)])
     lines = [line for line in result.out.splitlines() if line.startswith("step ")]
-    assert max(map(len, lines)) <= 100 and f"tools/page.py {tmp_path / 'a'} --watch" in result.out
-
-def test_a_constant_rate_that_becomes_another_is_one_change(tmp_path, small):
-    """A run at a constant rate does not compare its --max_steps."""
-    run = ["train.py", *small.flags, "--out_dir", tmp_path / "a", "--max_steps", 2]
-    assert run_script(*run).status == 0
-    result = run_script(*[word if word != "constant" else "linear" for word in run], "--resume")
-    assert result.status == 1 and is_one_line(result.errors[0], "(lr_scheduler: constant -> linear)"), result.err
-
-def test_a_long_run_s_line_has_at_most_100_columns(tmp_path, small):
-    result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "a")
-    train = result.globals
-    train["args"].max_steps = 20000
+    assert f"tools/page.py {tmp_path / 'a'} --watch" in result.out
+    result.globals["args"].max_steps = 20000
     record = dict(step=12345, loss=1.23456, lr=1.25e-4, grad_norm=0.0123456, seconds=123.456, tokens=4_000_000,
                   memory=131.25)
-    line, = train["step_lines"](record, 345678)
-    assert len(line) <= 100
+    assert max(map(len, [*lines, *result.globals["step_lines"](record, 345678)])) <= 100

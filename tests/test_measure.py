@@ -14,6 +14,15 @@ from tests.harness import HERE, TINY, add_item, encoder_flags, is_one_line, pain
 
 drift = runpy.run_path(str(HERE / "tools/measure.py"))["drift"]
 
+def measure(folder, *flags, model="none", results="out"):
+    """-> result of the script for FOLDER/out and FOLDER/data, and the numbers that it has written."""
+    file = folder / "m.json"
+    result = run_script("tools/measure.py", folder / results, folder / "data", "--model", model, "--json", file, *flags)
+    return result, json.loads(file.read_bytes()) if file.exists() else {}
+
+def noisy(rng, image, sigma):
+    return Image.fromarray((np.asarray(image) + rng.normal(0, 1, (64, 96, 3)) * sigma).clip(0, 255).astype(np.uint8))
+
 @pytest.mark.parametrize("shift, zoom, colour", [
     ((0.0, 0.0), 0.0, 0), ((0.3, 0.0), 0.0, 3), ((0.1, -0.2), 0.4, 0), ((0.0, 0.0), -0.8, 0)])
 def test_drift_is_the_planted_motion(shift, zoom, colour):
@@ -55,10 +64,8 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
         save(generated, tmp_path / "out" / (name.replace("/", "-") + ".png"))
         want.setdefault("/".join(["data", *name.split("/")[:-1]]), []).append(validation.psnr(generated, image))
         moved.append(drift(generated, image, keep)["shift"])
-    flags = [tmp_path / "out", tmp_path / "data", "--json", tmp_path / "m.json"]
-    result = run_script("tools/measure.py", *flags)
+    result, found = measure(tmp_path, model="tiny")
     assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], "c-lost.png"), result.err
-    found = json.loads((tmp_path / "m.json").read_bytes())
     assert found.keys() == want.keys() == {"data", "data/a", "data/b"} and found["data/a"]["pictures"] == 3
     lines = {line.split()[0]: line for line in result.out.splitlines()}
     for group, m in found.items():
@@ -68,29 +75,23 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     assert found["data/a"]["outside"] == pytest.approx(found["data/a"]["kept"], abs=1.5)
     assert found["data/a"]["inside"] > 20 and "inside" not in found["data/b"] and "outside" not in found["data/b"]
     assert "kept" not in found["data/b"]
-    assert run_script("tools/measure.py", *flags, "--model", "none").status == 1
-    plain = json.loads((tmp_path / "m.json").read_bytes())["data/a"]
+    plain = measure(tmp_path)[1]["data/a"]
     assert "vae" not in plain and plain["shift"] == pytest.approx(np.median(moved[:3])) and plain["shift"] > 0.001
-    for results in (tmp_path / "data", tmp_path / "none"): # before each sample would be an error of its own
-        result = run_script("tools/measure.py", results, tmp_path / "data")
-        assert result.status == 1 and len(result.errors) == 1
-        why = "none of the pictures" if results.exists() else "no folder of results"
-        assert is_one_line(result.errors[0], results, why)
     save(paint_picture(), tmp_path / "others/other.png")
-    result = run_script("tools/measure.py", tmp_path / "others", tmp_path / "data", "--model", "none")
-    assert is_one_line(result.errors[-1], "none of the pictures")
+    for results, why in dict(data="none of the pictures", others="none of the pictures", none="no folder").items():
+        result, _ = measure(tmp_path, results=results) # before each sample would be an error of its own
+        assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], results, why)
 
 def test_results_of_another_call_in_the_same_folder_are_a_warning(tmp_path):
     """They have the same name, and another key. The newest is measured."""
     for n, name in enumerate(("cat", "dog", "dog-2")):
         add_item(tmp_path / "data", name)
         save(paint_picture(seed=n), tmp_path / f"out/{name}-0123456{n}.png")
-    flags = [tmp_path / "out", tmp_path / "data", "--model", "none"]
-    assert "warning" not in run_script("tools/measure.py", *flags).err
+    assert "warning" not in measure(tmp_path)[0].err
     for n, name in enumerate(("cat", "dog-2")):
         path = save(paint_picture(), tmp_path / f"out/{name}-89abcdef.png")
         os.utime(path, (10**9 * n, 10**9 * n)) # older than the first ones
-    result = run_script("tools/measure.py", *flags)
+    result, _ = measure(tmp_path)
     assert result.status == 0 and "out: 2 results of other calls, such as cat-89abcdef.png, are not" in result.err
 
 @pytest.mark.parametrize("size, model, status", [
@@ -98,7 +99,7 @@ def test_results_of_another_call_in_the_same_folder_are_a_warning(tmp_path):
 def test_a_picture_of_another_program_is_measured_if_its_size_allows_it(tmp_path, size, model, status):
     add_item(tmp_path / "data", "cat")
     save(paint_picture(size), tmp_path / "out/cat.png")
-    result = run_script("tools/measure.py", tmp_path / "out", tmp_path / "data", "--model", model)
+    result, _ = measure(tmp_path, model=model)
     assert result.status == status and ("data  " in result.out) != bool(status), result.err
     assert not status or is_one_line(result.errors[0], "out/cat.png", "{}x{}".format(*size)), result.err
 
@@ -111,19 +112,16 @@ def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
         add_item(tmp_path / "data", name, [(96, 64), (96, 64)])
         target = picture_files.read_image(tmp_path / f"data/target/{name}.png")
         for seed in (0, 1):
-            for scale, noise in (("0", 60), ("0.5", 5), ("1", 20), ("1e-05", 50)):
-                noisy = np.asarray(target) + rng.normal(0, noise, (64, 96, 3))
-                noisy = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+            for scale, sigma in (("0", 60), ("0.5", 5), ("1", 20), ("1e-05", 50)):
+                image = noisy(rng, target, sigma)
                 if (name, seed, scale) == ("a", 1, "1"): # of another call, at another size
-                    noisy = noisy.resize((48, 32), Image.BOX)
-                save(noisy, tmp_path / f"out/{name.replace('/', '-')}-s{seed}-x{scale}.png")
+                    image = image.resize((48, 32), Image.BOX)
+                save(image, tmp_path / f"out/{name.replace('/', '-')}-s{seed}-x{scale}.png")
                 folder = "data/deep" if "/" in name else "data"
-                psnrs.setdefault(f"{folder} x{scale}", []).append(
-                    validation.psnr(noisy, target.resize(noisy.size, Image.LANCZOS)))
-    flags = [tmp_path / "out", tmp_path / "data", "--model", "none", "--json", tmp_path / "m.json"]
-    result = run_script("tools/measure.py", *flags)
+                psnr = validation.psnr(image, target.resize(image.size, Image.LANCZOS))
+                psnrs.setdefault(f"{folder} x{scale}", []).append(psnr)
+    result, found = measure(tmp_path)
     assert result.status == 0, result.err
-    found = json.loads((tmp_path / "m.json").read_bytes())
     scales = ["0", "1e-05", "0.5", "1"]
     assert list(found) == [f"{folder} x{scale}" for folder in ("data", "data/deep") for scale in scales]
     for group, values in psnrs.items():
@@ -131,7 +129,7 @@ def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
         assert [line for line in result.out.splitlines() if line.startswith(group + "  ")], result.out
     assert found["data x0.5"]["result"] > found["data x1"]["result"] + 5
     (tmp_path / "out/a-s1-x0.5.png").rename(tmp_path / "out/a.png") # of a, seed 1; now it has one without an end
-    result = run_script("tools/measure.py", *flags)
+    result, _ = measure(tmp_path)
     named = sorted(error.split("/")[-1].split(":")[0] for error in result.errors)
     assert result.status == 1 and named == ["a-s1-x0.5.png", "a-s1.png", "deep-b.png"], result.err
 
@@ -145,12 +143,9 @@ def test_inside_and_outside_are_those_of_the_mask_as_the_training_reads_it(tmp_p
                            photo=paint_picture((96, 64))).items():
         add_item(tmp_path / "data", f"{name}/x", [(96, 64)] * 2, mask=mask)
         target = picture_files.read_image(tmp_path / f"data/target/{name}/x.png")
-        noisy = np.asarray(target) + rng.normal(0, 30, (64, 96, 3)) * inside[..., None]
-        save(Image.fromarray(noisy.clip(0, 255).astype(np.uint8)), tmp_path / f"out/{name}-x.png")
-    flags = [tmp_path / "out", tmp_path / "data", "--model", "none", "--json", tmp_path / "m.json"]
-    result = run_script("tools/measure.py", *flags)
+        save(noisy(rng, target, 30 * inside[..., None]), tmp_path / f"out/{name}-x.png")
+    result, found = measure(tmp_path)
     assert len(result.errors) == 1 and is_one_line(result.errors[0], "mask/photo/x.png", "white on black"), result.err
-    found = json.loads((tmp_path / "m.json").read_bytes())
     assert found.keys() == {"data/layer", "data/gray", "data/black"}
     for name in ("layer", "gray"):
         assert found[f"data/{name}"]["inside"] < 22 and found[f"data/{name}"]["outside"] > 60

@@ -140,9 +140,9 @@ def add_loras(transformer, folder, loras, scales, dtype):
         p = transformer.get_submodule(layer).weight
         p.data, factor = rounded(weight, change, p.dtype)
         factors.append(factor)
-        weights += norm(weight) ** 2
+        weights += square(weight)
         if change.any():
-            off[layer] = norm(p.data.float() - weight - change) ** 2, norm(change) ** 2
+            off[layer] = square(p.data.float() - weight - change), square(change)
     remedy = "lower --scale" if dtype != "float16" else "give --dtype bfloat16 or float32"
     tensor_files.refuse_not_finite(f"--dtype {dtype}", dict(transformer.named_parameters()),
                                    f"{remedy}, or take another copy of --model")
@@ -159,9 +159,10 @@ def add_loras(transformer, folder, loras, scales, dtype):
         return f"warning: {line}; --dtype float32 keeps it, and predict.py --lora, without merging, does too"
     return line
 
-def norm(tensor):
+def square(tensor):
+    """-> its squared norm."""
     import torch
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item() ** 2
 
 def rounded(weight, change, dtype):
     """weight + change, both fp32 -> (in this dtype, rounded once, to the nearest number; the change's factor: 1). If
@@ -170,7 +171,7 @@ def rounded(weight, change, dtype):
     at most 4, that gives its strength back. The weights are no nearer to the exact ones for it, but what tiny predicts
     is, as all layers lose strength together: a change by 0.19 % is then 9 % off in the prediction, and not 16 %; one by
     0.04 % 20 %, and not 62 %. (Stochastic rounding: 13 % and 33 %. Errors carried along a row: 13 % and 48 %.)"""
-    size = norm(change) ** 2
+    size = square(change)
 
     def strength(factor):
         kept = (weight + factor * change).to(dtype).float() - weight
@@ -202,6 +203,20 @@ def copy_file(source, target):
             return os.link(source.resolve(), target) # (the hub's cache consists of symbolic links)
     shutil.copyfile(source, target)
 
+def sizes_of_training(loras, model):
+    """-> a line with the command that edits with a merged model at the sizes of the training. (Of a LoRA predict.py
+    reads them itself.)"""
+    for lora in loras:
+        if sizes := lora.meta.get("train.geometry"):
+            words = ["python", "predict.py", "--model", model]
+            for name, value in sizes.items():
+                if name != "upscale": # which is a switch
+                    words += [f"--{name}", value]
+                elif not value:
+                    words.append("--no-upscale")
+            return [f"to edit at the sizes of the training: {common.shell_command(words)}"]
+    return []
+
 def main():
     parser = command_line.Parser(__doc__)
     parser.add_argument("lora", nargs="+", type=Path, help="the LoRA; several only with --to model")
@@ -224,6 +239,7 @@ def main():
                      + str(args.out / "NAME.safetensors" if args.out.is_dir() else f"{args.out}.safetensors"))
     if args.scale and len(args.scale) != len(args.lora):
         parser.error(f"argument --scale: {len(args.scale)} numbers for {len(args.lora)} LoRAs; give one for each")
+    # before anything is read; what comes there meanwhile is refused at the end
     common.refuse_to_replace(args.out)
     if args.to == "model" and not is_utf8(args.out):
         raise InputError(f"--out {args.out}: a name that is no UTF-8, which safetensors cannot write; give another one")
@@ -234,18 +250,12 @@ def main():
     if args.rank and not any(foreign_loras.is_lokr_or_loha(lora.header) for lora in loras):
         raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
     lines = [f"{args.out}: {' + '.join(map(str, args.lora))} as {args.to}"]
-    trained = [lora.meta["train.geometry"] for lora in loras if lora.meta.get("train.geometry")]
     if args.to == "model":
         scales = args.scale or [1.0] * len(loras)
         lines.append(merge(loras, scales, args.model or "tiny", args.dtype or "bfloat16", args.out))
+        lines += sizes_of_training(loras, args.out)
     else:
         convert(loras[0], args.to, args.out)
-        trained = []
-    if trained: # predict.py reads them from a LoRA; for a merged model it needs the flags
-        sizes = [f"--{k} {v}" for k, v in trained[0].items() if k != "upscale"]
-        sizes += ["--no-upscale"] * (not trained[0]["upscale"])
-        words = ["python", "predict.py", "--model", args.out, *" ".join(sizes).split()]
-        lines.append(f"to edit at the sizes of the training: {common.shell_command(words)}")
     tell(*lines)
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ from library.cli import command_line
 from library.cli.command_line import pixels
 from library.data import dataset, picture_files
 from library.data.automatic_mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion,
-                                         inverse, remaining_motion, same_shape)
+                                         inverse, remaining_motion, same_shape, scaled)
 from library.data.picture_files import fit_size, mask_is_empty, read_image, read_mask, reserve_pixels
 from library.data.sample_checks import how_many
 from library.files import disk
@@ -124,8 +124,7 @@ def examine_pair(target, control):
         return findings | {"identical": f"differ by {abs(whole).mean():.1f} levels"}
     motion, cast = find_change(target, control)
     if motion is not None:
-        *shift, zoom, turn = inverse(motion) # how the target shows the control's scene
-        dx, dy = np.array(shift) * max(w, h) / max(size)
+        dx, dy, zoom, turn = scaled(inverse(motion), max(w, h) / max(size)) # how the target shows the control's scene
         larger, degrees = math.hypot(1 + zoom, turn), math.degrees(math.atan2(turn, 1 + zoom))
         findings["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {round(100 * larger - 100, 1) + 0.0:+.1f} %"
         if abs(degrees) >= 0.05:
@@ -167,51 +166,49 @@ def distances(a, b):
 
 # ---- a dataset -------------------------------------------------------------------------------------------------------
 
-def enlargement(uses):
-    """uses: [(name of a picture, its size, its size in training)] -> {"enlarged": description of the picture that is
-    enlarged most}, or {} if that is less than ENLARGED."""
-    factors = []
-    for _, (w, h), (to_w, to_h) in uses:
-        rounded = (to_w, to_h) == fit_size((w, h), "native") # a small picture, which is not enlarged but to 32 pixels
-        factors.append(1 if rounded else math.sqrt(to_w * to_h / (w * h)))
-    worst = max(factors)
-    whose, (w, h), (to_w, to_h) = uses[factors.index(worst)]
-    return {"enlarged": f"{whose}{w}x{h} -> {to_w}x{to_h}"} if worst >= ENLARGED else {}
+def enlargement(size, to):
+    """-> by how many times training enlarges the sides of a picture of this size, whose size it makes `to`."""
+    if tuple(to) == fit_size(size, "native"): # a small picture, which is not enlarged but to 32 pixels
+        return 1
+    return math.sqrt(math.prod(to) / math.prod(size))
 
 def examine_pictures(paths):
-    """A target and its control, or a target alone -> (examine_pair's findings, for each picture 16x16 pixels of it for
-    find_twins, its small_copy for odd_pairs, its looks_of). At full size they are held here only."""
+    """A target and its control, or a target alone -> (examine_pair's findings, 16x16 pixels of both for find_twins,
+    small_copy of both for odd_pairs, by how much their looks_of differ). At full size they are held here only."""
     with reserve_pixels(paths):
         pictures = list(map(read_image, paths))
-        findings = examine_pair(*pictures) if len(pictures) == 2 else {}
-        small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in pictures]
-        return findings, small, list(map(small_copy, pictures)), list(map(looks_of, pictures))
+        pair = pictures[0], pictures[-1] # of a picture alone the target stands for its control
+        findings = examine_pair(*pair) if len(pictures) == 2 else {}
+        small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in pair]
+        return findings, small, list(map(small_copy, pair)), np.subtract(*map(looks_of, pair))
 
 def examine_sample(sample, pipe, args):
     """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, sizes of the
-    controls' copies for the text encoder, thumbnails of target and control for find_twins, their small_copy for
-    odd_pairs, their looks_of). InputError if something is wrong."""
+    controls' copies for the text encoder, and what else examine_pictures has of target and control). InputError if
+    something is wrong."""
     import cache
     sizes = [picture_files.image_size(path) for path in dataset.pictures_of(sample)]
     targets, controls, prompt_sizes = cache.plan_sizes(pipe, sizes, vars(args))
-    (w, h), *control_sizes = sizes
-    findings, small, copies, looks = examine_pictures([sample.target, *sample.controls[:1]])
+    w, h = sizes[0]
+    findings, *looks = examine_pictures([sample.target, *sample.controls[:1]])
     for path in sample.controls[1:]:
         with reserve_pixels([path]):
             read_image(path) # it must be whole
     row = dict(name=sample.name, prompts=sample.prompts, sizes=sizes, aspect=w / h, controls=len(controls),
                rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
                image_tokens=[sum(a * b // 256 for a, b in [target, *controls]) for target in targets]) # of 16x16 pixels
-    uses = [("", (w, h), to) for to in targets] + [("control ", *use) for use in zip(control_sizes, controls)]
-    findings |= enlargement(uses)
+    uses = [("", sizes[0], to) for to in targets]
+    uses += [("control ", *use) for use in zip(sizes[1:], controls)]
+    whose, size, to = max(uses, key=lambda use: enlargement(*use[1:]))
+    if enlargement(size, to) >= ENLARGED:
+        findings["enlarged"] = "{}{}x{} -> {}x{}".format(whose, *size, *to)
     if sample.mask:
         dataset.check_shape(sample.mask, picture_files.image_size(sample.mask), (w, h))
         with reserve_pixels([sample.mask]):
             mask = read_mask(sample.mask)
         if mask_is_empty(mask):
             findings["empty mask"] = "selects everything" if mask.getextrema()[1] >= 128 else "selects nothing"
-    # of a picture alone the target stands for its control
-    return row, findings, prompt_sizes, [small[0], small[-1]], [copies[0], copies[-1]], looks[0] - looks[-1]
+    return row, findings, prompt_sizes, *looks
 
 def find_strangers(samples, found, copies, changes):
     """-> what is found of pairs that are unlike the others; this and `found`: [(kind, [index], words)]."""
@@ -308,8 +305,7 @@ def write_sheets(folder, kind, entries, cells=cells_of,
     if len(entries) > 24:
         count = f", the first 24 of {len(entries)}"
     meaning = detail(KINDS[kind]) if kind in KINDS else None
-    return section(kind.capitalize() + count, meaning, node("div", *cards, class_="pairs four"),
-                   id=kind.replace(" ", "-"))
+    return section(kind.capitalize() + count, meaning, node("div", *cards, class_="pairs four"))
 
 def copies(folder, name, cells, words):
     """Writes the pictures of a card to FOLDER/pictures, at up to 1024 pixels -> their tiles. cells: pairs (title,
@@ -321,15 +317,15 @@ def copies(folder, name, cells, words):
                 path = folder / "pictures" / f"{name}-{len(tiles)}.jpg".replace(" ", "_")
                 common.write_file(path, to_jpeg(image, 1024), OURS)
                 links, numbered = {0: link(path, folder / "index.html")}, f"{title} {n + 1}" if n else title
-                tiles.append(tile(numbered, links, words, size=image.size, wipe=True))
+                tiles.append(tile(numbered, links, words, image.size))
     return tiles
 
 def numbers_of(rows):
     """-> the table of sizes and lengths: [[title, least, median, greatest]]. "rounding": by how much the aspect of a
     target changes when its sides are rounded to 32 pixels."""
-    columns = {"target width": [row["sizes"][0][0] for row in rows], "aspect": [row["aspect"] for row in rows],
-               "target height": [row["sizes"][0][1] for row in rows], "controls": [row["controls"] for row in rows],
-               "rounding, %": [100 * row["rounding"] for row in rows],
+    widths, heights = zip(*[row["sizes"][0] for row in rows])
+    columns = {"target width": widths, "aspect": [row["aspect"] for row in rows], "target height": heights,
+               "controls": [row["controls"] for row in rows], "rounding, %": [100 * row["rounding"] for row in rows],
                "image tokens": [n for row in rows for n in row["image_tokens"]],
                "text tokens": [n for row in rows for n in row.get("text_tokens", [])]}
 
@@ -341,16 +337,12 @@ def numbers_of(rows):
 # ---- --align ---------------------------------------------------------------------------------------------------------
 
 def copy_to(folder, sample, taken):
-    """Copies a sample's files to a dataset's folder -> Sample of the copies. taken: the places of earlier samples; it
-    adds its own."""
+    """Copies a sample's files to a dataset's folder -> {place: file}. InputError if an earlier sample has such a place;
+    taken: the places of these."""
     for place, file in places_of(sample).items():
         if place in taken: # the names in a manifest need not be distinct in a folder
             raise InputError(f"--align: {file}: another sample also needs the name {place}; rename its target")
-    files = write_sample(sample, folder, shutil.copyfile)
-    taken.update(files)
-    return replace(sample, target=files[f"target/{sample.name}"],
-                   overlays={role: files[f"{role}/{sample.name}"] for role in sample.overlays},
-                   controls=[path for place, path in files.items() if place.startswith("control/")])
+    return write_sample(sample, folder, shutil.copyfile)
 
 def align_pair(target, control, *others):
     """Warps the target, and the others that lie over it, onto the control, and crops all to what the two show in common
@@ -421,9 +413,11 @@ def write_aligned(out, samples, moved, sheets):
                 if isinstance(repaired, str):
                     left_out.append(f"{sample.name} ({repaired})")
                     continue
-                copy = copy_to(folder, repaired, taken)
+                files = copy_to(folder, repaired, taken)
+                taken |= files.keys()
                 if i in moved:
-                    entries.append((sample.name, [sample, copy]))
+                    target, control = files[f"target/{sample.name}"], files[f"control/{sample.name}"]
+                    entries.append((sample.name, [sample, replace(sample, target=target, controls=[control])]))
             titles = ["difference before", "difference after"]
             page_section = write_sheets(sheets, "aligned", entries, difference_cells, titles)
             disk.rename_folder(folder, out)
@@ -453,10 +447,11 @@ def read_flags():
     args = parser.parse_args()
     if len(set(map(os.path.realpath, args.data))) < len(args.data):
         parser.error(f"argument {args.data[0]}: a dataset is given twice; give each once")
-    if args.align and not (args.align.is_dir() and not os.listdir(args.align)):
-        common.refuse_to_replace(args.align)
-    if args.align and any(Path(root).resolve() in args.align.resolve().parents for root in args.data):
-        raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
+    if args.align:
+        if not args.align.is_dir() or os.listdir(args.align):
+            common.refuse_to_replace(args.align)
+        if any(Path(root).resolve() in args.align.resolve().parents for root in args.data):
+            raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
     return args
 
 def read_samples(roots):
@@ -480,7 +475,7 @@ def verdict_of(samples, findings):
     perhaps = is_perhaps_the_edit(samples, findings)
     found = {i for kind, entries in findings.items() for _, indices in entries for i in indices
              if not (perhaps and kind == "recoloured")}
-    what = "pairs" if all(sample.controls for sample in samples) else "samples"
+    what = "pairs" if pairs == len(samples) else "samples"
     line = f"{recoloured} of {pairs} pairs are recoloured. {PERHAPS} " if perhaps else ""
     line += f"{len(found) or 'None'} of {len(samples)} {what} {'has' if len(found) == 1 else 'have'} "
     return line + ("another finding" if perhaps else "a finding") + (": look below." if found else ".")
@@ -494,9 +489,9 @@ def judged_at(args):
 def area_without(rows):
     """-> the largest area of SQUARES, as --target_pixels takes it, at which no picture of these rows of report.json is
     enlarged; None if there is none."""
-    sizes = [tuple(size) for row in rows for size in row["sizes"]]
+    sizes = [size for row in rows for size in row["sizes"]]
     for area in SQUARES:
-        if not any(enlargement([("", size, fit_size(size, area, True))]) for size in sizes):
+        if all(enlargement(size, fit_size(size, area)) < ENLARGED for size in sizes):
             return area_words(area)
 
 def not_to_enlarge(rows):
@@ -506,8 +501,8 @@ def not_to_enlarge(rows):
     return f"; --no-upscale leaves them at their sizes{others}"
 
 def next_training(args, enlarged):
-    """-> the command of the training that comes next, at the sizes that were judged. enlarged: whether some pictures
-    are, with these flags."""
+    """-> the command of the training that comes next, at the sizes that were judged. enlarged: the pictures that are,
+    with these flags."""
     held_out = [root for root in args.data if dataset.root_name(root).endswith("_val")]
     trained = [args.align] if args.align else [root for root in args.data if root not in held_out]
     words = ["python", "train.py", "--model", args.model or MODELS[-1], "--data", *(trained or args.data)]
@@ -523,6 +518,7 @@ def next_training(args, enlarged):
     return common.shell_command(words)
 
 def print_findings(title, numbers, findings, verdict, judged, advice):
+    """advice: what to do about pictures that are enlarged."""
     tell(title)
     tell(f"{'':16}     min  median     max")
     for name, *values in numbers:
@@ -530,7 +526,7 @@ def print_findings(title, numbers, findings, verdict, judged, advice):
     for kind, entries in findings.items():
         if names := [words for words, _ in entries]:
             tell(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
-                 f"{advice.get(kind, '')}")
+                 + (advice if kind == "enlarged" else ""))
     tell(verdict.strip())
     tell(judged)
 
@@ -559,13 +555,14 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
     parts.append(write_sheets(out, "overview", [(sample.name, [sample]) for sample in some], of=len(samples)))
     if probably_meant is not None:
         heading, *rest = probably_meant
-        parts.append(section(heading.text, fold("show", *rest), id=probably_meant.get("id")))
+        parts.append(section(heading.text, fold("show", *rest)))
     head = node("header", node("h1", f"Before training: {', '.join(map(dataset.root_name, args.data))}"),
                 node("p", node("b", verdict)), node("p", f"{title}. {judged_at(args)}"), node("p", step),
                 chapters(parts))
     errors = section("Errors", *[node("p", problem) for problem in problems])
-    counts = table([[kind, str(len(entries) or "")] for kind, entries in findings.items()], ["finding", "how many"])
-    tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), detail(NUMBERS), counts)
+    counts = [[kind, str(len(entries) or "")] for kind, entries in findings.items()]
+    tables = section("Numbers", table([["", "least", "median", "greatest"], *numbers]), detail(NUMBERS),
+                     table([["finding", "how many"], *counts]))
     save_page(out / "index.html", head[0].text, [head, errors, *parts, tables])
     tell(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
 
@@ -576,32 +573,31 @@ def main():
     out = args.out or Path("out", dataset.run_name("doctor", args.data))
     parts = ["tokenizer", "processor", "scheduler"]
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
-    if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
-        raise InputError(f"--align: {alone[0]} has no control to which it could be aligned; leave --align out")
-    disk.try_out(out)
     if args.align:
+        for sample in samples:
+            if not sample.controls:
+                raise InputError(f"--align: {sample.name} has no control to which it could be aligned; leave --align "
+                                 "out")
         disk.try_renames(args.align, f"--align {args.align}")
+    disk.try_out(out)
     earlier = {out / "index.html": PAGE, out / "report.json": REPORT}
-    earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), result_files.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
+    for pattern, mark in {"sheet_*_*.png": result_files.OURS, "pictures/*": OURS}.items():
+        earlier |= dict.fromkeys(out.glob(pattern), mark)
     for path, mark in earlier.items():
         common.refuse_to_replace(path, mark)
     for path in earlier: # of an earlier report, in case this call ends early
         disk.delete(path, "is of an earlier report", "close what has it open, or give another --out")
     samples, rows, findings, faults = examine(samples, pipe, args)
     problems += faults
-    for problem in problems:
-        tell(problem, file=sys.stderr)
+    tell(*problems, file=sys.stderr)
     if samples:
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
-        title = how_many(samples)
-        numbers = numbers_of(rows)
-        verdict = verdict_of(samples, findings)
-        enlarged = bool(findings["enlarged"])
-        advice = dict(enlarged=not_to_enlarge(rows)) if enlarged else {}
+        title, numbers, verdict = how_many(samples), numbers_of(rows), verdict_of(samples, findings)
+        advice = not_to_enlarge(rows) if findings["enlarged"] else ""
         print_findings(title, numbers, findings, verdict, judged_at(args), advice)
         moved = {i for _, indices in findings["moved"] for i in indices}
         aligned = write_aligned(args.align, samples, moved, out) if args.align else None
-        step = next_training(args, enlarged)
+        step = next_training(args, findings["enlarged"])
         write_page(out, title, verdict, samples, numbers, findings, problems, aligned, f"Next: {step}", args)
         tell("when the errors are corrected, next:" if problems else "next:", f"  {step}")
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)

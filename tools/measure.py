@@ -71,6 +71,7 @@ import torch
 from PIL import Image, ImageFilter
 
 import cache
+from library.models import devices
 from training.validation import psnr
 from predict import decode
 
@@ -108,7 +109,8 @@ def prepare(sample, size, pipe):
         reference, broken = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
         if broken:
             raise InputError(f"{sample.target}: the {broken} computes NaN or Inf of it; take another copy of --model")
-    control, edited, keep = None, np.zeros(target.size[::-1], bool), None
+    control = keep = None
+    edited = np.zeros(target.size[::-1], bool)
     if sample.controls:
         original = picture_files.read_image(sample.controls[0])
         control = original.resize(size, Image.Resampling.LANCZOS)
@@ -184,8 +186,7 @@ def average(records):
 
 def main(args):
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        common.flag_error("--device: cuda cannot be used; give cpu")
+    devices.check_device("device", args.device)
     samples, problems = dataset.read_dataset(args.dataset)
     diffusers.utils.logging.disable_progress_bar()
     stems = {picture_stem(sample): sample for sample in samples}
@@ -214,8 +215,7 @@ def main(args):
                     by_size[result.size] = prepare(sample, result.size, pipe)
                 name = "/".join([sample.root, *Path(sample.name).parent.parts]) + (f" x{scale}" if scale else "")
                 groups.setdefault(name, []).append(measure(result, by_size[result.size], pipe))
-    for problem in problems:
-        tell(problem, file=sys.stderr)
+    tell(*problems, file=sys.stderr)
     if not groups:
         sys.exit(1)
 

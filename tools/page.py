@@ -9,9 +9,9 @@ nothing is read that lies outside of its folder, and the texts in its log stay t
 $ python tools/page.py out/RUN
 $ python tools/page.py out/RUN --watch          # while it trains: keeps the page, and browsers that show it, up to date
 """
+import contextlib
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -24,14 +24,15 @@ import numpy as np
 import common
 from common import InputError, tell
 from library.cli.command_line import Parser
+from library.data.picture_files import open_image
 from library.lora import lora_paths
 from training import best_step
-from tools.page_common import (PAGE, area_words, card, chapters, detail, fold, link, node, save_page, section, size_of,
-                               table, tile)
+from tools.page_common import (PAGE, area_words, card, chapters, detail, fold, link, node, save_page, section, table,
+                               tile)
 
 COLUMNS = 60 # the curve of the training loss has at most so many points: each is the mean of some steps
 SHOWN = 6 # cards of pictures that are not folded
-WATCH, HOUR = 20, 3600 # seconds; --watch looks for news so often, and so does a browser that shows the page
+WATCH = 20 # seconds; --watch looks for news so often, and so does a browser that shows the page
 # {measure: (its chart's title, its lines: name, key in a validation, style)}; the first line is the measure itself
 LINES = {"validation loss": ("Validation loss", [("held-out pairs", "val_loss", "dots c0")]),
          "mean PSNR": ("PSNR to the target (dB)", [("LoRA", "lora", "dots c0"), ("base", "base", "dash ink"),
@@ -47,7 +48,8 @@ def read_log(folder):
     versions        what else the log begins with {name: value}
     steps           the log's records of steps, before step 1 none
     validations     the log's records of validations
-    compared, best  {measure: the validations that are compared with the newest one}; {measure: the best of these}
+    compared        {measure: the validations that are compared with the newest one}
+    best            {measure: the step of the best of these}, as far as there is one
 
     A line that train.py has not written is skipped, and a warning says so. The last line may be incomplete: the run is
     writing it, or was killed. InputError if no line is train.py's."""
@@ -78,13 +80,11 @@ def read_log(folder):
         raise InputError(f"{log}: no line is train.py's; give a run folder of train.py")
     if skipped and skipped[0] < len(lines):
         common.warn_once(f"warning: {log}: line {skipped[0]:,} is not train.py's; such lines are skipped")
-    compared, best = {}, {}
-    for measure in best_step.MEASURES:
-        compared[measure] = best_step.comparable(validations, measure)
-        best[measure] = best_step.best_of(compared[measure], measure)
+    compared = {measure: best_step.comparable(validations, measure) for measure in best_step.MEASURES}
     return SimpleNamespace(folder=folder, done=is_done(folder), written=log.stat().st_mtime,
                            flags=begin.pop("flags", {}), command=begin.pop("command", []), versions=begin,
-                           steps=steps, validations=validations, compared=compared, best=best)
+                           steps=steps, validations=validations, compared=compared,
+                           best=best_step.best_steps(validations))
 
 def is_done(folder):
     """Whether train.py has finished this run."""
@@ -92,32 +92,14 @@ def is_done(folder):
 
 def check_record(record):
     """An exception of any kind if a line of the log is none that train.py writes, as far as the page reads it."""
-    flags, command = record.get("flags", {}), record.get("command", [])
     if "val_loss" in record:
         best_step.check_validation(record)
     elif "loss" in record:
         if not best_step.is_count(record["step"], 10**12) or not best_step.is_number(record["loss"]):
             raise ValueError("no step, or no loss")
-    elif not best_step.is_shallow(record) or not isinstance(flags, dict) or not isinstance(command, list):
-        raise ValueError("no objects")
-    seconds = record.get("seconds", 0)
-    if not best_step.is_number(seconds, 1e6) or seconds < 0:
-        raise ValueError("no seconds")
-    for name in ("max_steps", "sample_every"): # these are computed with
-        if not best_step.is_count(flags.get(name) or 0, 10**12):
-            raise ValueError(f"{name} is no number")
-
-def seconds_left(run):
-    """-> the seconds that a run still needs, by the mean of its last 100 steps and, if the log has their seconds, of
-    its validations; None if it is done, has just begun, or has written nothing for an hour."""
-    age = time.time() - run.written
-    seconds, validating = column(run.steps, "seconds")[1][-100:], column(run.validations, "seconds")[1]
-    most = run.flags.get("max_steps")
-    if run.done or not len(seconds) or not most or age > HOUR:
-        return None
-    validations = max(0, math.ceil(most / (run.flags.get("sample_every") or most)) - len(run.validations))
-    left = seconds.mean() * (most - run.steps[-1]["step"]) + validations * validating.sum() / max(1, len(validating))
-    return round(left - age)
+    elif not (isinstance(record.get("flags", {}), dict) and isinstance(record.get("command", []), list)
+              and best_step.is_shallow(record)):
+        raise ValueError("no flags, no command, or too deep")
 
 def column(records, name):
     """-> (steps, values) of the records that contain this number. What no training reaches is left out, as NaN is: such
@@ -130,16 +112,14 @@ def column(records, name):
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 def thin(x, y):
-    """Splits the points into at most COLUMNS parts -> their mean x (the first and the last point stay where they are),
-    and the least, mean and greatest y of each part."""
+    """Splits the points into at most COLUMNS parts -> the x of each part's last point, and the least, mean and greatest
+    y of the part."""
     # all parts but the last have this many points: with other numbers the band would seem to change
     size = max(1, math.ceil(len(x) / COLUMNS))
     starts = np.arange(0, len(x), size)
-    counts = np.diff(np.append(starts, len(x)))
+    ends = np.minimum(starts + size, len(x))
     least, total, greatest = [what.reduceat(y, starts) for what in (np.minimum, np.add, np.maximum)]
-    middles = np.add.reduceat(x, starts) / counts
-    middles[:1], middles[-1:] = x[:1], x[-1:]
-    return middles, least, total / counts, greatest
+    return x[ends - 1], least, total / (ends - starts), greatest
 
 def short(value):
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -155,7 +135,7 @@ def chart(title, lines):
     """-> a figure with curves; None if none has two points. lines: (name, style, x, y). style: line, dash or dots; dots
     peak, for points that stand out; or raw, the outline of a band; and a colour. The SVG has the units of the data, and
     the browser stretches it to the width of the page."""
-    if not any(len(x) > 1 for _, style, x, _ in lines if "dash" not in style):
+    if not any(len(x) > 1 for _, _, x, _ in lines):
         return None
     lines = [line for line in lines if len(line[2])]
     right = max(x.max() for _, _, x, _ in lines)
@@ -192,33 +172,29 @@ def curves(run):
     x, least, mean, greatest = thin(*column(run.steps, "loss"))
     # the band's outline goes along its lower edge, and back along the upper one
     band = "range", "raw", np.append(x, x[::-1]), np.append(least, greatest[::-1])
-    charts = {"Training loss": [band, ("mean", "line ink", x, mean)]}
+    figures = [chart("Training loss", [band, ("mean", "line ink", x, mean)])]
     for measure, (title, lines) in LINES.items():
         values = [record | best_step.mean_psnr(record) for record in run.compared[measure]]
-        charts[title] = [(name, style, *column(values, key)) for name, key, style in lines]
-        if best := run.best[measure]:
-            peak = column([best | best_step.mean_psnr(best)], lines[0][1])
-            charts[title].append(("best", "dots peak c0", *peak))
-    said = ""
-    if run.validations:
-        said = ("Do not compare the losses of training and of validation: their noise levels differ, as a step draws "
-                "them at random, and a validation always has the same four.")
-    figures = [chart(title, lines) for title, lines in charts.items()]
+        shown = [(name, style, *column(values, key)) for name, key, style in lines]
+        best = [record for record in values if record["step"] == run.best.get(measure)]
+        figures.append(chart(title, [*shown, ("best", "dots peak c0", *column(best, lines[0][1]))]))
     if any(figure is not None for figure in figures):
-        return section("Curves", detail(said), node("div", *figures, class_="charts"))
+        return section("Curves", detail("Do not compare the losses of training and of validation: their noise levels "
+                                        "differ, as a step draws them at random, and a validation always has the same "
+                                        "four."), node("div", *figures, class_="charts"))
 
 # ---- the other parts of the page -------------------------------------------------------------------------------------
 
 def headline(run, title, watched):
     """-> the elements that the page begins with: which run it is, how far it is, whether it learns, which step is the
     best. watched: browsers load the page again and again."""
-    step = run.steps[-1]["step"] if run.steps else 0
     state = "running or stopped, last step" if run.steps else "no step is done yet; begun"
     if run.done:
         state = "finished"
-    model, data = [flag_words(name, run.flags.get(name, "?")) for name in ("model", "data")]
-    about = (f"{model}, trained on {data}; step {step:,} of {short(run.flags.get('max_steps') or math.nan)}; {state} "
-             + time.strftime("%d %b %Y, %H:%M", time.localtime(run.written)))
+    step = run.steps[-1]["step"] if run.steps else 0
+    model, data, most = [flag_words(name, run.flags.get(name, "?")) for name in ("model", "data", "max_steps")]
+    written = time.strftime("%d %b %Y, %H:%M", time.localtime(run.written))
+    about = f"{model}, trained on {data}; step {step} of {most}; {state} {written}"
     said = []
     for newest in run.compared["mean PSNR"][-1:]:
         said.append("Mean PSNR to the target: {base:.1f} \u2192 {lora:.1f} dB (base \u2192 LoRA; VAE alone {vae:.1f}, "
@@ -230,23 +206,19 @@ def headline(run, title, watched):
     if lost:
         said.append(f"Steps at which NaN or Inf was computed: {', '.join(map(short, lost))}")
     live = None
-    if not run.done: # the browser turns this into how long ago that was, and how much is left
-        live = node("p", f"updated {time.strftime('%d %b %Y, %H:%M')}", class_="live", data_made=round(time.time()),
-                    data_left=seconds_left(run), data_reload=WATCH if watched else None)
+    if not run.done: # the browser turns this into how long ago that was
+        live = node("p", class_="live", data_made=round(time.time()), data_reload=WATCH if watched else None)
     return [node("h1", title), node("p", about), *[node("p", text, class_="verdict") for text in said], live]
-
-def is_of_run(picture, folder):
-    """Whether a picture lies in its run's samples/, and these in the run."""
-    return common.is_inside(picture, folder / "samples") and common.is_inside(picture, folder)
 
 def sizes_of(folder):
     """-> {place in samples/, as "base/val/000.png": (width, height)} of all pictures there. A log may name a million
-    that are not: asking the disk for each would take minutes. What a link leads to counts if it is the run's."""
+    that are not: asking the disk for each would take minutes. What a link leads to counts if it is in samples/, and
+    that in the run."""
     samples, sizes = folder / "samples", {}
-    for place, _, names in os.walk(samples) if is_of_run(samples, folder) else []:
-        for path in [Path(place, name) for name in names]:
-            if (not path.is_symlink() or is_of_run(path, folder)) and (size := size_of(path)):
-                sizes[path.relative_to(samples).as_posix()] = size
+    for path in samples.rglob("*.png") if common.is_inside(samples, folder) else []:
+        if common.is_inside(path, samples):
+            with contextlib.suppress(InputError), open_image(path) as image:
+                sizes[path.relative_to(samples).as_posix()] = image.size
     return sizes
 
 def pair_card(run, page, sizes, drawn):
@@ -264,20 +236,17 @@ def pair_card(run, page, sizes, drawn):
     for number in range(1, newest["controls"]):
         rows.append((f"control {number + 1}", {0: f"control_{number}"}, {}))
     rows.append(("base", {0: "base"}, {0: f"{of_base:.1f} dB"}))
-    best = run.best["mean PSNR"]
-    if best and best is not run.compared["mean PSNR"][-1] and best["step"] in drawn:
-        rows.append(("LoRA, best", {best["step"]: of_steps[best["step"]]}, psnrs))
+    best = run.best.get("mean PSNR")
+    if best in drawn and best != max(drawn):
+        rows.append(("LoRA, best", {best: of_steps[best]}, psnrs))
     rows += [("LoRA", of_steps, psnrs), ("target", {0: "target"}, {0: f"VAE alone {of_vae:.1f} dB"})]
     tiles = []
     for name, folders, texts in rows:
-        links, values = {}, {}
-        for step, folder in folders.items():
-            if size := sizes.get(f"{folder}/{file}"):
-                links[step] = link(run.folder / "samples" / folder / file, page)
-                values[step] = texts.get(step, "")
-                shape = size
-        if links: # a further control has no number, and may have another shape, so that it cannot be compared
-            tiles.append(tile(name, links, newest["prompt"], values if texts else {}, shape, wipe=bool(texts)))
+        links = {step: link(run.folder / "samples" / folder / file, page) for step, folder in folders.items()
+                 if f"{folder}/{file}" in sizes}
+        if links: # a further control has no number
+            values = {step: texts[step] for step in links if texts}
+            tiles.append(tile(name, links, newest["prompt"], sizes[f"{folders[max(links)]}/{file}"], values))
     return card(newest["prompt"], file, tiles)
 
 def pictures(run, page):
@@ -285,15 +254,16 @@ def pictures(run, page):
     validations is left out: the base's pictures and the targets in samples/ are of the newest set."""
     pairs, steps, sizes = {}, set(), sizes_of(run.folder) # pairs: {(prompt, file): drawn, as for pair_card}
     for record in run.compared["mean PSNR"]:
+        step = record["step"]
         for picture in record["pictures"]:
-            pairs.setdefault((picture["prompt"], picture["file"]), {})[record["step"]] = picture
-            if f"step_{record['step']:06d}/{picture['file']}" in sizes:
-                steps.add(record["step"])
+            pairs.setdefault((picture["prompt"], picture["file"]), {})[step] = picture
+            if f"step_{step:06d}/{picture['file']}" in sizes:
+                steps.add(step)
     cards = [pair_card(run, page, sizes, drawn) for drawn in pairs.values()]
     bar, at = None, f"the LoRA's are of step {max(steps, default=0):,}, the only one: more with --sample_every N"
     if len(steps) > 1:
-        best = {record["step"] for record in run.best.values() if record}
-        bar = node("div", class_="bar", data_steps=json.dumps(sorted(steps)), data_best=json.dumps(sorted(best)))
+        bar = node("div", class_="bar", data_steps=json.dumps(sorted(steps)),
+                   data_best=json.dumps([*run.best.values()]))
         at = "the arrow keys, a step's name and a click on a curve change the step"
     remark = f"PSNR to the target in dB. Click a picture to compare it with another one; {at}."
     if not cards and run.flags.get("val_data"):
@@ -304,29 +274,23 @@ def pictures(run, page):
     if earlier := len(run.validations) - len(run.compared["validation loss"]):
         remark += f" Not compared and not shown: {earlier} earlier validations, which were made of other things."
     if few := best_step.few_pairs(run.validations):
-        remark += f" {few[0].upper()}{few[1:]}."
+        remark += f" {few.capitalize()}."
     rest = fold(f"{len(cards) - SHOWN} more pictures", *cards[SHOWN:]) if cards[SHOWN:] else None
-    return section("Validation pictures", bar, *cards[:SHOWN], rest, detail(remark), id="pictures")
-
-def without_folders(word):
-    """A word of a command -> the same without the folders of this disk, as others may see the page: of a path outside
-    of the folder in which train.py ran only its name is left."""
-    word = str(word)
-    if word.startswith("..") or Path(word).is_absolute():
-        return Path(word).name
-    return word
+    return section("Validation pictures", bar, *cards[:SHOWN], rest, detail(remark))
 
 def flag_words(name, value):
     """-> a flag's value, as a command line gives it: a list in words, a pair within a list as KEY=VALUE, an area as its
-    sides."""
+    sides. Of a path outside of the folder in which train.py ran only the name is left, as others may see the page."""
     words = []
     for item in value if isinstance(value, list) else [value]:
         if name.endswith("_pixels"):
             words.append(area_words(item))
         elif isinstance(item, list):
             words.append("=".join(map(str, item)))
+        elif str(item).startswith("..") or Path(str(item)).is_absolute():
+            words.append(Path(item).name)
         else:
-            words.append(without_folders(item))
+            words.append(str(item))
     return " ".join(words)
 
 def flags(run):
@@ -347,12 +311,6 @@ def make_page(folder, page, watched=False):
     parts = [pictures(run, page), curves(run), flags(run)]
     save_page(page, title, [node("header", *headline(run, title, watched), chapters(parts)), *parts])
 
-def refuse_no_run(folder):
-    """InputError for a folder that is no run's. It names the newest run in it, or one with a similar name."""
-    meant = (lora_paths.runs_in(folder) or [lora_paths.near_run(folder)])[-1]
-    give = common.shell_command([meant]) if meant else "a run folder of train.py"
-    raise InputError(f"{folder}: is no run folder, with a log.jsonl; give {give}")
-
 def main():
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, help="run folder of train.py, or its copy")
@@ -361,22 +319,25 @@ def main():
     flag("--watch", False, "write the page again as the log grows, until the run ends; browsers then load it again")
     args = parser.parse_args()
     log, page = args.run / "log.jsonl", args.out or args.run / "index.html"
-    # a run that has just begun has no log yet
-    awaited = args.watch and args.run.is_dir() and not lora_paths.runs_in(args.run)
+    runs = lora_paths.runs_in(args.run)
+    awaited = args.watch and args.run.is_dir() and not runs # a run that has just begun has no log yet
     if not log.is_file() and not awaited:
-        refuse_no_run(args.run)
+        meant = (runs or [lora_paths.near_run(args.run)])[-1]
+        give = common.shell_command([meant]) if meant else "a run folder of train.py"
+        raise InputError(f"{args.run}: is no run folder, with a log.jsonl; give {give}")
     if page.suffix != ".html":
         raise InputError(f"--out {page}: is no page; give a name that ends in .html, such as {page / 'index.html'}")
     common.refuse_to_replace(page, PAGE)
     written = None
     while True:
         done = is_done(args.run)
-        if log.is_file() and (done, log.stat().st_size) != written:
-            size = log.stat().st_size # before the log is read: it may grow meanwhile
-            make_page(args.run, page, args.watch)
-            if done or not written: # not each time
-                tell(f"{page}: open it in a browser")
-            written = done, size
+        if log.is_file():
+            newest = done, log.stat().st_size # before the log is read: it may grow meanwhile
+            if newest != written:
+                make_page(args.run, page, args.watch)
+                if done or not written: # not each time
+                    tell(f"{page}: open it in a browser")
+                written = newest
         if not args.watch or done:
             return
         time.sleep(WATCH)

@@ -7,7 +7,6 @@ encode or to generate is left alone: .planned-TOKEN lists it, also that of a scr
 $ python tools/prune.py encoded
 $ python tools/prune.py encoded --delete
 """
-import re
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,8 @@ import common
 from library.cli import command_line
 from library.data import index_file
 from library.files import disk, stray_files
+
+DIGIT = "[0-9a-f]" # for glob
 
 def is_file(path):
     """Whether it is a file, or a link, which is deleted itself. A folder of such a name is none of ours."""
@@ -54,12 +55,12 @@ def main():
         elif args.delete: # an index knows all of it by now
             disk.delete(planned, "no longer needed", "mend that, and run again")
     # only what is named like ours: 32 digits of a hash
-    here = [file for folder in folders for file in folder.glob("*.safetensors") if is_file(file)]
-    unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known - kept)
+    here = {file for folder in folders for file in folder.glob(f"{32 * DIGIT}.safetensors")}
+    unknown = sorted(here - known - kept)
     # killed processes leave temporary files; a younger one may belong to a process that still runs
-    here = filter(is_file, args.cache_dir.glob("**/.tmp-*")) # (which follows no link)
-    unknown += [tmp for tmp in here
-                if re.fullmatch(r"\.tmp-[0-9a-f]{16}", tmp.name) and time.time() - tmp.lstat().st_mtime > 3600]
+    unknown += [tmp for tmp in args.cache_dir.glob(f"**/.tmp-{16 * DIGIT}") # (which follows no link)
+                if time.time() - tmp.lstat().st_mtime > 3600]
+    unknown = list(filter(is_file, unknown))
     size = sum(file.lstat().st_size for file in unknown) / 1e9
     for file in unknown if args.delete else []:
         disk.delete(file, "belongs to no dataset", "mend that, and run again")
