@@ -439,9 +439,9 @@ def test_strange_lines_of_a_log_are_dropped(run):
                '{"step": 1, "val_loss": null}', '{"step": []}', "\udc80"]
     text = "\n".join([*good, *strange])
     (run / "log.jsonl").write_bytes(text.encode(errors="surrogateescape"))
-    assert resume.clean_folder(run, 2) == good
+    assert run_folder.clean_folder(run, 2) == good
     (run / "log.jsonl").write_text('{"command": [], "val_loss": "x"}\n' + good[1], "utf-8")
-    assert resume.clean_folder(run, 2) == good[1:2]
+    assert run_folder.clean_folder(run, 2) == good[1:2]
 
 # ---- LoRA files: alpha -----------------------------------------------------------------------------------------------
 

@@ -15,12 +15,10 @@ from conftest import OPTIONS
 from diffusers import QwenImageTransformer2DModel
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cache
 import common
 from library.cli import command_line
-from library.files import tensor_files
 from library.lora import foreign_loras
 from library.lora.lora_file import unfold
 from library.lora.lora_linear import LoraLinear
@@ -28,7 +26,7 @@ import predict
 import rope_patch
 from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert_bitwise, assert_no_flip_is_silent,
                            curve, damage_tensors, hot_model, is_one_line, layers_of, log_of, lora_file, lora_of,
-                           lora_tensors, make_batch, patched_copy, refused, rel, renamed, run, run_script, show,
+                           lora_tensors, make_batch, patched_copy, refused, rel, renamed, run, run_script,
                            stock_pipeline, train_demo, train_log)
 
 def tiny_with(path, scale=1.0):
@@ -89,7 +87,6 @@ FORMS = {
     "ComfyUI, alpha and metadata": (lambda t: (with_alpha(as_comfyui(t)), of_diffusers(**HALF)), 0.5),
     "ComfyUI, alpha and metadata, rsLoRA": (lambda t: (
         with_alpha(as_comfyui(t), ROOT * 2), of_diffusers(**HALF, use_rslora=True)), ROOT),
-    "ComfyUI, metadata": (lambda t: (as_comfyui(t), of_diffusers(**HALF)), 0.5),
     "ComfyUI, mixed ranks and alpha": (lambda t: (with_alpha(mixed_ranks(as_comfyui(t))),), {"to_q": 1, "": 0.5}),
     "ComfyUI, lora_down": (lambda t: (with_alpha(named("diffusion_model.", "lora_down.weight", "lora_up.weight")(t)),),
                            0.5),
@@ -97,7 +94,6 @@ FORMS = {
     "flat header, diffusers' names": (lambda t: (t, dict(lora_alpha="1", lora_rank="2")), 0.5),
     "flat header, rsLoRA": (lambda t: (t, dict(lora_alpha="1", r="2", use_rslora="True")), ROOT),
     "LightX2V": (lambda t: (as_lightning(t), dict(alpha="1.0", rank="2", format="pt")), 0.5),
-    "LightX2V, alpha alone": (lambda t: (as_comfyui(t), dict(alpha="1")), 0.5),
     "Qwen-Image-Lightning": (lambda t: (with_alpha(as_lightning(t)),), 0.5),
     "kohya": (lambda t: (with_alpha(as_kohya(t)), dict(ss_network_alpha="1", ss_network_dim="2")), 0.5),
     "kohya, alpha lost": (lambda t: (as_kohya(t), dict(ss_network_alpha="1", ss_network_dim="2")), 0.5),
@@ -112,8 +108,6 @@ FORMS = {
     "peft's names, config beside": (lambda t: (named("base_model.model.")(t), {}, HALF), 0.5),
     "peft's names, patterns": (lambda t: (named("base_model.model.")(t), {}, dict(
         r=4, lora_alpha=4, rank_pattern={".*": 2}, alpha_pattern={".*to_q": 1})), {"to_q": 0.5, "": 2}),
-    "a whole checkpoint's prefix": (lambda t: (with_alpha(named("model.diffusion_model.")(t)),), 0.5),
-    "transformer twice": (lambda t: (named("transformer.transformer.")(t),), 1),
     "no prefix": (lambda t: (named("")(t),), 1),
     "lora.down": (lambda t: (named("transformer.", "lora.down.weight", "lora.up.weight")(t),), 1),
     "diffusers of old": (lambda t: (named("transformer.", "lora_linear_layer.down.weight",
@@ -122,7 +116,6 @@ FORMS = {
     "4-D": (lambda t: (with_alpha({k: v[..., None, None] for k, v in as_kohya(t).items()}),), 0.5),
     "fp16": (lambda t: (cast(t, torch.float16),), 1),
     "bf16": (lambda t: (cast(with_alpha(as_comfyui(t)), torch.bfloat16),), 0.5),
-    "fp64": (lambda t: (cast(t, torch.float64),), 1),
     "fp8, e5m2": (lambda t: (cast(as_comfyui(t), torch.float8_e5m2),), 1),
     "fp8, metadata": (lambda t: (cast(t, E4M3), of_diffusers(**HALF)), 0.5),
 }
@@ -188,15 +181,22 @@ def test_a_lora_of_any_tool_has_its_strength_in_every_layer(tmp_path, kind, capf
     predict.load_weights(transformer, predict.read_lora(path).state, path)
     assert_same_changes(changes_of(transformer, "default"), want)
 
-def comfyui_changes(path):
-    """-> {layer: what ComfyUI adds to its weight}: alpha / rank, or 1 without an alpha, and no metadata."""
-    tensors, changes = safetensors.torch.load_file(path), {}
-    for key in [key for key in tensors if key.endswith(".lora_A.weight")]:
-        layer = key.removesuffix(".lora_A.weight")
-        a, b = tensors[key].double(), tensors[f"{layer}.lora_B.weight"].double()
-        alpha = tensors[f"{layer}.alpha"].item() if f"{layer}.alpha" in tensors else len(a)
-        changes[layer.removeprefix("diffusion_model.")] = alpha / len(a) * b @ a
-    return changes
+def comfyui_model(path):
+    """tiny with this file, as ComfyUI adds it (comfy/lora.py and comfy/weight_adapter/lora.py of its commit 17358c8).
+    It knows layers by three prefixes, reads no metadata, and where a layer has no .alpha it takes the rank -> (model,
+    the file's keys that it leaves out, which its console lists)."""
+    model = QwenImageTransformer2DModel.from_pretrained(TINY / "transformer")
+    tensors = safetensors.torch.load_file(path)
+    left = set(tensors)
+    for name, weight in model.state_dict().items():
+        for prefix in ("", "transformer.", "diffusion_model."):
+            layer = prefix + name.removesuffix(".weight")
+            b, a, alpha = keys = [f"{layer}.{end}" for end in ("lora_B.weight", "lora_A.weight", "alpha")]
+            if b in tensors:
+                scale = tensors[alpha].item() / len(tensors[a]) if alpha in tensors else 1.0
+                weight += scale * (tensors[b] @ tensors[a])
+                left -= set(keys)
+    return model, left
 
 CONVERTED = ["diffusers", "diffusers, rsLoRA", "diffusers, patterns", "ComfyUI, two alphas",
              "ComfyUI, mixed ranks and alpha", "ComfyUI, alpha and metadata", "LightX2V", "kohya", "OneTrainer",
@@ -204,25 +204,21 @@ CONVERTED = ["diffusers", "diffusers, rsLoRA", "diffusers, patterns", "ComfyUI, 
 
 @pytest.mark.parametrize("kind", CONVERTED)
 def test_a_converted_lora_of_any_tool_is_the_same(tmp_path, kind):
-    """For ComfyUI, for diffusers, and merged into a model."""
+    """Here, in the stock pipeline and in ComfyUI. (Merged into a model: test_convert_lora.py.)"""
     path, want = write_form(tmp_path / "a", kind, lora_tensors())
-    for to in ("comfyui", "diffusers", "model")[:3 if kind in CONVERTED[:4] else 2]:
-        out = tmp_path / ("merged" if to == "model" else f"{to}.safetensors")
-        more = ["--dtype", "float32"] if to == "model" else []
-        result = run_script("tools/convert_lora.py", path, "--to", to, "--out", out, *more)
+    for to in ("comfyui", "diffusers"):
+        out = tmp_path / f"{to}.safetensors"
+        result = run_script("tools/convert_lora.py", path, "--to", to, "--out", out)
         assert result.status == 0 and len(result.err.splitlines()) == (kind in SOME_ALPHAS), result.err
-        if to == "comfyui":
-            assert_same_changes(comfyui_changes(out), want)
-        if to != "model":
-            assert_same_changes(changes_of(tiny_in_fp32([out])), want)
-            continue
-        base, merged = [safetensors.torch.load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
-                        for folder in (TINY, out)]
-        assert_same_changes({layer: merged[f"{layer}.weight"].double() - base[f"{layer}.weight"].double()
-                             for layer in want}, want, 1e-5) # of weights that are much larger
+        assert_same_changes(changes_of(tiny_in_fp32([out])), want)
     pipe = stock_pipeline(TINY)
     pipe.load_lora_weights(str(tmp_path / "diffusers.safetensors"), adapter_name="lora0")
     assert_same_changes(changes_of(pipe.transformer), want)
+    model, left = comfyui_model(tmp_path / "comfyui.safetensors")
+    base, merged = predict.load_transformer(TINY, "float32").state_dict(), model.state_dict()
+    added = {layer: (merged[f"{layer}.weight"].double() - base[f"{layer}.weight"].double()) for layer in want}
+    assert_same_changes(added, want, 1e-5) # of weights that are much larger
+    assert not left
 
 LAYER = "transformer.transformer_blocks.0.attn.to_q"
 A, B = f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"
@@ -458,14 +454,6 @@ def test_a_bug_where_loras_are_read_is_not_taken_for_a_fault_of_the_file(own, tm
         with pytest.raises(AttributeError, match="a bug"):
             predict.read_lora(path)
 
-def test_our_file_with_a_tensor_that_is_none_of_a_lora_is_refused_by_its_name(own):
-    """It is intact, so the line does not speak of damage."""
-    tensors, meta = tensor_files.read_tensors(own, "lora_adapter_metadata")
-    tensors["transformer.norm_out.linear.weight"] = torch.ones(4, 4)
-    tensor_files.write_tensors(own, tensors, meta, "lora_adapter_metadata")
-    with refused(own, "transformer.norm_out.linear.weight", "of no linear layer"):
-        predict.read_lora(own)
-
 def test_no_flipped_bit_of_our_lora_is_silent(own, tmp_path):
     """In its header, with --fuzz each of them, and in its tensors: refused, or read as before."""
     sound, rng = own.read_bytes(), random.Random(0)
@@ -557,23 +545,6 @@ def loss_of(transformer, ns):
 
 ONE = ["--batch_size", 1, "--lr_scheduler", "constant", "--device", "cpu"]
 
-def comfyui_model(path):
-    """tiny with this file, as ComfyUI adds it (comfy/lora.py and comfy/weight_adapter/lora.py of its commit 17358c8).
-    It knows layers by three prefixes, reads no metadata, and where a layer has no .alpha it takes the rank -> (model,
-    the file's keys that it leaves out, which its console lists)."""
-    model = QwenImageTransformer2DModel.from_pretrained(TINY / "transformer")
-    tensors = safetensors.torch.load_file(path)
-    left = set(tensors)
-    for name, weight in model.state_dict().items():
-        for prefix in ("", "transformer.", "diffusion_model."):
-            layer = prefix + name.removesuffix(".weight")
-            b, a, alpha = keys = [f"{layer}.{end}" for end in ("lora_B.weight", "lora_A.weight", "alpha")]
-            if b in tensors:
-                scale = tensors[alpha].item() / len(tensors[a]) if alpha in tensors else 1.0
-                weight += scale * (tensors[b] @ tensors[a])
-                left -= set(keys)
-    return model, left
-
 def short_run(tmp_path, *flags):
     """Two steps with these flags, all-linear -> result of run_script, and the loss of the model that was trained."""
     run = train_demo(tmp_path / "a", *ONE, "--lora_targets", "all-linear", "--max_steps", 2, *flags)
@@ -657,25 +628,6 @@ def test_with_alpha_as_the_rank_a_run_s_file_is_its_last_checkpoint_s(tmp_path):
     files = [tmp_path / folder / predict.LORA_FILE for folder in ("a", "a/checkpoint-000002")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
-def test_a_lora_that_was_merged_is_part_of_the_frozen_base(tmp_path, two_loras):
-    """tools/convert_lora.py LORA --to model, then --transformer: the first loss is stock's with that LoRA loaded; only
-    the trained one is saved; both in stock give the loss after training; another base is refused on --resume."""
-    for n, lora in enumerate(two_loras):
-        assert run_script("tools/convert_lora.py", lora, "--to", "model", "--out", tmp_path / f"merged-{n}", "--dtype",
-                          "float32").status == 0
-    flags, out_dir = [*ONE, "--lora_targets", "to_q", "--transformer"], tmp_path / "my run"
-    run = train_demo(out_dir, *flags, tmp_path / "merged-1", "--max_steps", 1)
-    first, want = log_of(out_dir)[0]["loss"], stock_loss(run.globals, two_loras[1])
-    show("first loss, from stock's", abs(first / want - 1), 1e-5)
-    assert first == pytest.approx(want, rel=1e-5) and first != pytest.approx(stock_loss(run.globals), rel=1e-4)
-    assert {k.rsplit(".lora_")[0].rsplit(".", 1)[1] for k in lora_of(out_dir)} == {"to_q"}
-    with torch.no_grad():
-        loss, = run.globals["flow_loss"](run.globals["transformer"], [first_item(run.globals)])
-    want = stock_loss(run.globals, out_dir, two_loras[1])
-    assert loss.item() == pytest.approx(want, rel=1e-5) and want != pytest.approx(first, rel=1e-4)
-    result = train_demo(out_dir, *flags, tmp_path / "merged-0", "--max_steps", 2, "--resume")
-    assert result.status == 1 and is_one_line(result.errors[-1], "model_hash: ")
-
 @pytest.mark.parametrize("flags, status, named", [
     ("--pretrained_lora GOOD --lora_rank 8", 2, "--lora_rank"), ("--pretrained_lora GOOD --lora_rank=8", 2, "rank"),
     ("--pretrained_lora GOOD --lora_alpha 3", 2, "--lora_alpha"), ("--pretrained_lora BAD", 1, "4 of 12"),
@@ -687,20 +639,31 @@ def test_a_lora_to_start_from_that_does_not_fit_or_flags_is_refused(tmp_path, tw
     result = train_demo(tmp_path / "a", *flags.replace("GOOD", str(two_loras[0])).replace("BAD", str(bad)).split())
     assert result.status == status and named in result.errors[-1] and (status == 2 or is_one_line(result.errors[-1]))
 
+def layer_with_lora(dtype, ours, other=False):
+    """-> a model of this dtype, and a layer of it with a random LoRA in fp32, ours or peft's; perhaps with another
+    beside it, which has a bias."""
+    torch.manual_seed(0)
+    model = QwenImageTransformer2DModel(**SMALL).to(dtype).requires_grad_(False)
+    config = dict(r=4, lora_alpha=6, target_modules=["to_q"], init_lora_weights=False)
+    predict.add_lora(model, **config) if ours else model.add_adapter(LoraConfig(**config))
+    if other:
+        model.add_adapter(LoraConfig(**config | dict(lora_bias=True)), "other")
+    cast_training_params(model)
+    layer = model.transformer_blocks[0].attn.to_q
+    for name, p in layer.named_parameters():
+        if "lora_" in name and "weight" in name:
+            p.data.normal_(generator=torch.Generator().manual_seed(len(name) + ("lora_A" in name)))
+    assert isinstance(layer, LoraLinear) == ours
+    return model, layer
+
 def test_lora_on_a_bf16_base_is_cast_when_used():
     """Master weights, their gradients and the file stay fp32, peft's own layer gives the same but for bf16's rounding,
     scale and disable work; on an fp32 base nothing differs at all."""
-    x, config = torch.randn(3, 24, E), dict(r=4, lora_alpha=6, target_modules=["to_q"], init_lora_weights=False)
+    x = torch.randn(3, 24, E)
     def compute(dtype, ours, scale):
-        torch.manual_seed(0)
-        model = QwenImageTransformer2DModel(**SMALL).to(dtype).requires_grad_(False)
-        predict.add_lora(model, **config) if ours else model.add_adapter(LoraConfig(**config))
-        cast_training_params(model)
-        layer = model.transformer_blocks[0].attn.to_q
+        _, layer = layer_with_lora(dtype, ours)
         weights = [p for p in layer.parameters() if p.requires_grad]
-        assert isinstance(layer, LoraLinear) == ours and [w.dtype for w in weights] == [torch.float32] * 2
-        for n, p in enumerate(weights):
-            p.data.normal_(generator=torch.Generator().manual_seed(n))
+        assert [w.dtype for w in weights] == [torch.float32] * 2
         layer.enable_adapters(scale > 0)
         layer.scale_layer(scale or 1)
         out = layer(x.to(dtype))
@@ -710,19 +673,26 @@ def test_lora_on_a_bf16_base_is_cast_when_used():
         assert_bitwise(compute(torch.float32, True, scale), exact)
         out, *grads = compute(torch.bfloat16, True, scale)
         assert out.dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in grads)
-        assert [error < 2e-2 for error in map(rel, [out, *grads], exact)] == [True] * len(exact)
+        assert all(error < 2e-2 for error in map(rel, [out, *grads], exact))
 
-class Casts(TorchDispatchMode):
-    """Inside `with`: the number of casts to bf16, and those back."""
-    number = 0
+def test_on_a_bf16_base_another_lora_changes_nothing_of_a_training_and_counts_when_it_is_active():
+    """--sample_lora: the trained LoRA alone is computed as without another one beside it, to the bit; both together are
+    what peft computes in fp32, but for bf16's rounding."""
+    x = torch.randn(3, 24, E, generator=torch.Generator().manual_seed(9))
+    def compute(dtype, ours, other, active):
+        model, layer = layer_with_lora(dtype, ours, other)
+        model.set_adapter(active)
+        return layer(x.to(dtype))
+    both = ["default", "other"]
+    exact = [compute(torch.float32, False, True, active) for active in (["default"], ["other"], both)]
+    half = [compute(torch.bfloat16, True, True, active) for active in (["default"], ["other"], both)]
+    assert all(rel(got, want) < 2e-2 for got, want in zip(half, exact))
+    assert all(rel(alone, exact[2]) > 0.1 for alone in exact[:2])
+    for active in (["default"], []):
+        assert_bitwise([compute(torch.bfloat16, True, True, active)], [compute(torch.bfloat16, True, False, active)])
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.number += function is torch.ops.aten._to_copy.default and args[0].dtype != kwargs.get("dtype")
-        return function(*args, **(kwargs or {}))
-
-def test_the_loras_of_a_block_are_cast_together(monkeypatch):
-    """Kept or recomputed, the numbers are those of single casts, to the bit; afterwards none is left. So are
-    those of the base."""
+def test_the_loras_of_a_block_are_cast_together_to_the_same_bits(monkeypatch):
+    """Kept or recomputed; afterwards no cast is left. So are those of the base."""
     samples = make_batch(([(1, 8, 8), (1, 8, 6)], 20), ([(1, 4, 12), (1, 4, 4)], 9))
     def compute(together, recomputed):
         with monkeypatch.context() as patch:
@@ -733,14 +703,10 @@ def test_the_loras_of_a_block_are_cast_together(monkeypatch):
             weights = predict.add_lora(model, r=4, init_lora_weights=False, target_modules=[
                 "to_q", "to_k", "add_v_proj", "img_mod.1", "img_mlp.net.2"]).values()
         rope_patch.checkpoint_blocks(model, recomputed)
-        with Casts() as casts:
-            out = run(model, "packed", samples)
-            grads = torch.autograd.grad(sum(o.float().square().sum() for o in out), [*weights])
+        out = run(model, "packed", samples)
+        grads = torch.autograd.grad(sum(o.float().square().sum() for o in out), [*weights])
         assert all(m.cast is None for m in model.modules() if isinstance(m, LoraLinear))
         model.disable_adapters()
-        base = run(model, "packed", samples)
-        return casts.number, [*out, *grads, *base]
+        return [*out, *grads, *run(model, "packed", samples)]
     for recomputed in (0, 3):
-        (many, want), (few, got) = compute(False, recomputed), compute(True, recomputed)
-        assert_bitwise(got, want)
-        assert many - few >= 3 * 2 * (2 * 5 - 1), (many, few) # blocks, there and back, matrices of five layers
+        assert_bitwise(compute(True, recomputed), compute(False, recomputed))

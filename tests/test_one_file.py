@@ -219,11 +219,9 @@ def stripped(form, all_of_them=False):
     return without(tuple(scales if all_of_them else scales[:1]), state)
 
 FOREIGN = [
-    ("gguf", lambda: b"GGUF" + bytes(200)), ("empty", lambda: b""), ("pickle", lambda: b"PK\3\4" + bytes(200)),
-    ("git lfs", lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0"),
-    ("web page", lambda: b"<!doctype"),
-    ("no whole", lambda: safetensors.torch.save(OURS)[:-5]), ("no whole", lambda: safetensors.torch.save(OURS)[:300]),
-    ("no whole", lambda: bytes(range(256))), ("none", lambda: {}),
+    # (by one function with --lora: test_foreign_loras.py has all that is no safetensors file)
+    ("gguf", lambda: b"GGUF" + bytes(200)), ("pickle", lambda: b"PK\3\4" + bytes(200)),
+    ("no whole", lambda: safetensors.torch.save(OURS)[:-5]), ("none", lambda: {}),
     ("a LoRA", lambda: lora_tensors()),
     ("a LoRA", lambda: {"lora_unet_transformer_blocks_0_attn_to_q.lora_down.weight": torch.ones(2, 2)}),
     ("nvfp4", lambda: OURS | {f"{LAYER}.weight": U8, f"{LAYER}.comfy_quant": noted(format="nvfp4"),
@@ -235,7 +233,6 @@ FOREIGN = [
     ("convrot_w4a4", lambda: OURS | {f"{LAYER}.comfy_quant": noted(format="convrot_w4a4", group_size=256)}),
     ("float8_e4m3fn, ConvRot", lambda: OURS | {f"{LAYER}.comfy_quant": noted(format="float8_e4m3fn", convrot=True)}),
     ("notes", lambda: OURS | {f"{LAYER}.comfy_quant": torch.tensor([1, 2], dtype=torch.uint8)}),
-    ("notes", lambda: OURS | {f"{LAYER}.comfy_quant": noted(group_size=3)}),
     ("nvfp4", lambda: safetensors.torch.save(OURS, dict(_quantization_metadata=json.dumps(
         dict(layers={LAYER: dict(format="nvfp4"), "text_encoder.x": dict(format="mxfp8")}))))),
     ("int8", lambda: OURS | {f"{LAYER}.weight": I8, f"{LAYER}.weight_scale": torch.ones(4)}),
@@ -256,17 +253,11 @@ FOREIGN = [
         "img_in.weight": OURS["img_in.weight"].to(E4M3)}),
     ("Flux", lambda: {"text_encoders.t5xxl.x": torch.ones(2), **{f"{COMFY}{kind}transformer_blocks.0.attn.to_q.weight":
                                                               torch.ones(2) for kind in ("", "single_")}}),
-    ("a picture", lambda: b"\x89PNG"), ("a text file", lambda: b"Entry not found"),
-    ("Z-Image", lambda: {"layers.0.attention.qkv.weight": torch.ones(2), "noise_refiner.0.x.weight": torch.ones(2)}),
-    ("Flux", lambda: {"double_blocks.0.img_attn.qkv.weight": torch.ones(2)}),
     ("Flux", lambda: {"transformer_blocks.0.attn.to_q.weight": torch.ones(2),
                       "single_transformer_blocks.0.attn.to_q.weight": torch.ones(2)}),
     ("SDXL", lambda: {f"{COMFY}input_blocks.0.0.weight": torch.ones(2), "conditioner.x": torch.ones(2),
                       f"{COMFY}input_blocks.4.1.transformer_blocks.0.attn1.to_q.weight": torch.ones(2)}),
     ("SD 3", lambda: {f"{COMFY}joint_blocks.0.x_block.attn.qkv.weight": torch.ones(2)}),
-    ("Wan", lambda: {"blocks.0.self_attn.q.weight": torch.ones(2)}),
-    ("text encoder", lambda: {"model.layers.0.self_attn.q_proj.weight": torch.ones(2)}),
-    ("a VAE", lambda: {"decoder.conv_in.weight": torch.ones(2)}),
     ("is no transformer of Qwen-Image (a tensor of it: x)", lambda: {"x": torch.ones(2)})]
 
 def bytes_of(content):
@@ -352,8 +343,7 @@ def test_a_file_as_the_model_names_the_flag(tmp_path):
         cache.find_model(str(write(OURS, tmp_path / "x.safetensors")), ["transformer"])
 
 def test_a_run_says_on_which_file_it_was_trained(tmp_path, home):
-    """In its log, its LoRA, its last command, which works; --resume takes the same file under another name, and no
-    other one; --plan takes it."""
+    """In its log, its LoRA, its last command; --resume takes the same file under another name; --plan takes it."""
     state, _ = file_of("scale_weight")
     file = write(state, tmp_path / "my model.safetensors")
     flags = ["--transformer", file, "--quantize", "fp8"]
@@ -366,19 +356,10 @@ def test_a_run_says_on_which_file_it_was_trained(tmp_path, home):
     assert json.loads((tmp_path / "run/log.jsonl").read_bytes().splitlines()[0])["flags"]["transformer"] == str(file)
     assert predict.read_lora(tmp_path / "run").meta["train.transformer"] == str(file)
     [line] = [line for line in result.out.splitlines() if "python predict.py" in line]
-    words = shlex.split(line.replace("CONTROL.png", str(home / "data/control/cat.png")))[2:]
     assert shlex.join(map(str, flags)) in line
-    drawn = run_script("predict.py", *words, "--out", tmp_path / "cat.png", "--num_inference_steps", 2, "--cache_dir",
-                       home / "cache-float32", "--device", "cpu", *NATIVE)
-    assert drawn.status == 0 and (tmp_path / "cat.png").exists(), drawn.err
-
     renamed = file.rename(tmp_path / "renamed.safetensors")
-    more = ["--quantize", "fp8", "--lr_scheduler", "constant", "--max_steps", 4, "--resume", "--transformer"]
-    other = write(file_of("cast")[0], tmp_path / "other.safetensors")
-    changed = train_three(home, tmp_path / "run", *more, other)
-    assert is_one_line(changed.errors[0], "--resume", "model_hash"), changed.err
-    assert train_three(home, tmp_path / "run", *more, renamed).status == 0
-    assert cache.hash_part(renamed, tmp_path) != cache.hash_part(other, tmp_path)
+    more = ["--quantize", "fp8", "--lr_scheduler", "constant", "--max_steps", 4, "--resume", "--transformer", renamed]
+    assert train_three(home, tmp_path / "run", *more).status == 0
 
 def test_shards_of_a_file_train_as_one_process(tmp_path, home, start):
     file = write(file_of("rows")[0], tmp_path / "x.safetensors")
