@@ -2,15 +2,12 @@
 Encoded samples on disk: they are what the stock pipeline computes, they change when and only when their sources do, and
 no damage to them, to their index or to the model's folder goes unnoticed.
 """
-import contextlib
 import errno
-import gc
 import os
 import pickle
 import re
 import shutil
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -31,8 +28,8 @@ from library.files import tensor_files
 import predict
 from tests.harness import (DEVICE, DTYPE, DTYPE_NAME, NATIVE, ON_DEVICE, TINY, add_item, as_v1, assert_same,
                            cached_files, change_weight, copy_model, damage_tensors, encode, encoder_flags, flip,
-                           index_of, is_one_line, load, make_cache, paint_picture, refused, rel, run_script, samples_of,
-                           save, show, start_ranks, stock_area, train, until)
+                           index_of, is_one_line, load, make_cache, paint_picture, refused, rel, run_script,
+                           samples_of, save, show, start_ranks, stock_area, train, until, works)
 
 # ---- encoding equals the stock pipeline ------------------------------------------------------------------------------
 
@@ -347,7 +344,6 @@ def test_verify_deletes_nothing_of_an_index_which_cannot_encode_it_again(root):
 REFUSED = { # what is done to a cache, where a and b are files of texts, or the training's flags; what is named
     "cut": (lambda r, a, b: os.truncate(a, a.stat().st_size - 1), "text/"),
     "another's copy": (lambda r, a, b: shutil.copy(b, a), "text/", "holds"),
-    "latents for a text": (lambda r, a, b: shutil.copy(next(r.cache.glob("latents/*")), a), "text/", "holds"),
     "gone": (lambda r, a, b: a.unlink(), "text/", "missing"),
     "index of version 3.0": (lambda r, *_: r.index.write_bytes(
         r.index.read_bytes().replace(b'"2.0"', b'"3.0"')), "3.0"),
@@ -393,8 +389,7 @@ def is_cached(sample):
     return all(map(Path.is_file, cache.files_of(sample)))
 
 def prune(cache_dir, *flags):
-    result = run_script("tools/prune.py", cache_dir, *flags)
-    assert result.status == 0, result.err
+    result = works("tools/prune.py", cache_dir, *flags)
     return result.out
 
 def test_an_index_holds_what_the_last_call_has_asked_for_and_files_stay_until_they_are_pruned(root):
@@ -438,9 +433,6 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
     assert result.status == 0 and "2 files" in prune(cache_dir) and cached_files(cache_dir) == before
     samples, *_ = index_file.read_index(cache_dir / "tiny-data.json")
     assert [s.name for s in samples] == ["good"] # nobody shall train them
-    (cache_dir / "mine.json").write_text("{}", "utf-8") # no index
-    assert make_cache(data, cache_dir).status == 0
-    (cache_dir / "mine.json").unlink()
     for folder, named, spoil in ((cache_dir, "others.json", "{"), (tmp_path, "latents", sound)):
         index.write_text(spoil, "utf-8") if spoil == "{" else index.write_bytes(spoil) # what must stay is not known
         result = run_script("tools/prune.py", folder, "--delete")
@@ -498,8 +490,6 @@ def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, ope
         time.sleep(0.02) # a tick of the disk's clock
         source.rename(to)
     assert start() == (True, both) and {*opened} == {"0.bmp", "1.bmp"}
-    add_item(data, "new")
-    assert start() == (True, both) and {*opened} == {"new.png"}
 
 def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(data, tmp_path, opened):
     assert make_cache(data, tmp_path / "c").status == 0
@@ -651,11 +641,9 @@ def test_good_items_are_cached_although_others_are_bad(data, tmp_path, monkeypat
     assert result.status == 0 and "--skip_bad" not in result.err
     assert list(index_of(tmp_path / "c")) == ["good"] and load(tmp_path / "c", "good")
     assert len(train(data, tmp_path, "--cache_dir", tmp_path / "c", "--skip_bad").losses) == 2
-    for skip_bad in ([], ["--skip_bad"]):
-        result = train(data, tmp_path, "--cache_dir", tmp_path / "c", *skip_bad)
-        assert result.status == 1 and result.err.count("cat.txt") == 1 and "error" not in result.out
-        assert not skip_bad or is_one_line(result.errors[-1], data), result.err
-        (data / "target/good.txt").unlink(missing_ok=True) # so that nothing is left
+    (data / "target/good.txt").unlink() # so that nothing is left
+    result = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--skip_bad")
+    assert result.status == 1 and is_one_line(result.errors[-1], data), result.err
     result = train(data, tmp_path, "--no-use_cache", "--skip_bad") # which would find the others too late to skip them
     assert result.status == 2 and is_one_line(result.errors[0]), result.err
 
@@ -723,19 +711,3 @@ def test_val_data_without_controls_is_refused_before_anything_is_encoded(data, t
     result = run_script("cache.py", "--data", data, "--val_data", tmp_path / "val", "--cache_dir", tmp_path / "c")
     assert result.status == 1 and is_one_line(result.errors[-1], "--val_data", "dog"), result.err
 
-def test_threads_that_were_given_up_block_no_others():
-    """A generator of run_ahead that nobody has finished, in a circle, is deleted by the garbage collector, which may
-    come anywhere: also into a thread that begins, and then holds a lock without which no thread can be waited for."""
-    half_used = common.run_ahead(str, range(9), threads=2, most=4)
-    assert next(half_used).result() == "0"
-    circle = [half_used]
-    circle.append(circle)
-    del half_used, circle
-
-    def begin():
-        with getattr(threading, "_shutdown_locks_lock", contextlib.nullcontext()): # Python 3.12 and older
-            gc.collect()
-    thread = threading.Thread(target=begin, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert not thread.is_alive()

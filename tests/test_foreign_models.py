@@ -24,8 +24,7 @@ from library.data import dataset, stat_cache
 from library.models import model_files
 import predict
 from tests.fuzz import fuzz
-from tests.harness import (TINY, add_item, copy_model, paint_picture, refused, run_script, samples_of, save,
-                           within)
+from tests.harness import TINY, add_item, copy_model, paint_picture, refused, run_script, samples_of, save, within
 
 # ---- defaults.json ---------------------------------------------------------------------------------------------------
 
@@ -121,16 +120,12 @@ def test_a_damaged_json_file_of_a_model_is_one_line(tmp_path, file):
     ("transformer/config.json", dict(num_layers=10**9), "num_layers"),
     ("transformer/config.json", dict(num_layers=400), "asks for"),
     ("transformer/config.json", dict(axes_dims_rope=[10**9] * 3), "axes_dims_rope"),
-    ("transformer/config.json", dict(axes_dims_rope=[2, 2, 2]), "attention_head_dim"),
     ("transformer/config.json", dict(other=[[["x", 1e300]]]), "other"),
-    ("vae/config.json", dict(num_res_blocks=10**9), "num_res_blocks"),
     ("vae/config.json", dict(dim_mult=[10**6] * 4), "dim_mult"), ("vae/config.json", dict(z_dim=32), "z_dim"),
     ("vae/config.json", dict(base_dim=500), "asks for"),
     ("vae/config.json", dict(latents_std=[1.0] * 15 + [0]), "latents_std"),
-    ("text_encoder/config.json", dict(vision_config=dict(depth=10**9)), "depth"),
     ("text_encoder/config.json", dict(text_config=dict(hidden_size=2048)), "asks for"),
     ("processor/preprocessor_config.json", dict(merge_size=1), "merge_size"),
-    ("processor/preprocessor_config.json", dict(size=dict(shortest_edge=10**12)), "shortest_edge"),
     ("scheduler/scheduler_config.json", dict(num_train_timesteps=10**9), "num_train_timesteps"),
     ("scheduler/scheduler_config.json", dict(max_shift="0.9"), "max_shift"),
     ("scheduler/scheduler_config.json", dict(shift_terminal=1.0), "scheduler"),
@@ -161,22 +156,18 @@ def test_an_index_of_shards_names_files_of_its_folder_alone(tmp_path):
         with refused(str(index)):
             cache.find_model(str(folder), ["transformer"])
 
-@pytest.mark.parametrize("place", [
-    "vae/x", "tokenizer/merges.txt", "text_encoder/config.json", "scheduler/a/b", "x.json"])
-def test_a_pipe_in_a_model_is_one_line(tmp_path, place):
-    """It would keep a library waiting for ever."""
+@pytest.mark.parametrize("place", ["vae/x", "text_encoder/config.json", "scheduler/a/b", "x.json"])
+def test_a_pipe_or_a_gigabyte_of_json_in_a_model_is_one_line(tmp_path, place):
+    """Which would keep a library waiting for ever; before it is read."""
     folder = copy_model(tmp_path / "m")
     (folder / place).parent.mkdir(exist_ok=True)
     (folder / place).unlink(missing_ok=True)
     os.mkfifo(folder / place)
     with within(5), refused(str(folder / place)):
         cache.find_model(str(folder), cache.ENCODERS)
-
-def test_a_json_file_of_a_gigabyte_is_one_line(tmp_path):
-    """Before it is read."""
-    folder = copy_model(tmp_path / "m")
-    with open(folder / "vae/more.json", "wb") as f:
-        f.truncate(2**30)
+    (folder / place).unlink()
+    (folder / "vae/more.json").touch()
+    os.truncate(folder / "vae/more.json", 2**30)
     with little_memory(1), refused(str(folder / "vae/more.json"), "bytes"):
         cache.find_model(str(folder), ["vae"])
 

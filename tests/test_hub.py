@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote
 
@@ -21,7 +20,7 @@ import cache
 from library.data import picture_files
 from library.models import model_files
 import predict
-from tests.harness import EXACT, NATIVE, TINY, add_item, lora_tensors, refused, run_script
+from tests.harness import EXACT, NATIVE, TINY, add_item, lora_tensors, refused, run_script, works
 
 MAIN, OLD = "a" * 40, "b" * 40 # commits
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -124,8 +123,7 @@ def test_a_model_of_the_hub_at_a_revision_in_parts(hub, tmp_path):
                                     (["cache.py", *training[:-4]], [text, f"vae/{WEIGHTS}"]),
                                     (["train.py", *training], [f"transformer/{WEIGHTS}"])):
         hub.large.clear()
-        result = run_script(script, *flags)
-        assert result.status == 0, result.err
+        works(script, *flags)
         assert sorted(hub.large) == large
     asked = files_asked(hub)
     assert {commit for commit, _ in asked} == {OLD} and len(set(asked)) == len(asked)
@@ -162,14 +160,6 @@ def test_a_published_model_is_planned_without_a_hub(hub, tmp_path, monkeypatch, 
     assert "parameters: 20,477,390,400, of which 46,989,312 in the LoRA" in result.out
     assert "VAE 0.5, text 28.9;" in result.out and f"tokens a sample: {tokens}," in result.out
 
-@pytest.mark.parametrize("name, plus, zero_cond_t", [("", False, False), ("-2509", True, False), ("-2511", True, True)])
-def test_what_is_written_of_a_published_model_is_that_model_s(name, plus, zero_cond_t):
-    from training import plan
-    folder = Path(plan.write_configs(f"Qwen/Qwen-Image-Edit{name}"))
-    pipe = cache.load_pipeline(folder)
-    assert cache.is_plus(pipe) == plus and predict.find_mu(8192, pipe.scheduler.config) == pytest.approx(0.9)
-    assert predict.load_transformer(folder, "bfloat16", weights=False).config.zero_cond_t == zero_cond_t
-
 def test_a_plan_takes_the_hub_s_configs_where_they_are(hub, tmp_path, monkeypatch):
     """And those of the cache when the hub is away."""
     from training import plan
@@ -198,8 +188,7 @@ def test_with_a_transformer_in_one_file_only_the_other_parts_are_fetched(hub, tm
                 "--data", tmp_path / "data", "--val_data", "--max_steps", 1, "--out_dir", tmp_path / "a"]
     refusal = run_script("train.py", *training, "--transformer", lora)
     assert refusal.status == 1 and "a LoRA" in refusal.errors[0] and not hub.asked
-    result = run_script("train.py", *training, "--transformer", file)
-    assert result.status == 0, result.err
+    works("train.py", *training, "--transformer", file)
     text, = [p.relative_to(TINY).as_posix() for p in (TINY / "text_encoder").glob("*.safetensors")]
     assert sorted(hub.large) == [text, f"vae/{WEIGHTS}"]
     assert {name for _, name in files_asked(hub) if name.startswith("transformer/")} == {"transformer/config.json"}
@@ -219,7 +208,6 @@ def test_a_download_that_fails_is_one_line_and_the_next_fetches_what_is_missing(
 @pytest.mark.parametrize("find, named", [
     (lambda: cache.find_model("someone/tiny@v9", ["vae"]), ["--model someone/tiny@v9", "Revision"]),
     (lambda: cache.find_model("someone/tiny", ["vae"]), [MAIN, "model_index.json"]), # whose main is broken
-    (lambda: cache.find_model("no/such/folder", ["vae"]), ["--model no/such/folder"]),
     (lambda: cache.find_model("someone/private", ["vae"]), ["--model someone/private", "hf auth login"]),
     (lambda: cache.find_model("someone/gated", ["vae"]), ["--model someone/gated", "restricted", "hf auth login"]),
     (lambda: cache.find_model("someone/gated", ["vae"], flag="--transformer"), ["--transformer someone/gated"]),

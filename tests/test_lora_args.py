@@ -15,7 +15,7 @@ import cache
 import predict
 from library.lora.peft_config import PATTERNS
 from library.lora import peft_config
-from tests.harness import TINY, assert_same_run, is_one_line, lora_of, rel, run_script
+from tests.harness import TINY, assert_same_run, is_one_line, lora_of, rel, run_script, works
 
 def flags_of(given):
     return ["--lora_args", *[f"{key}={json.dumps(value)}" for key, value in given.items()]]
@@ -69,8 +69,7 @@ TRAINED = [dict(init_lora_weights=word) for word in (True, False, "gaussian", "o
 @pytest.mark.parametrize("given", TRAINED, ids=str)
 def test_the_file_on_the_published_base_is_what_was_trained(small, tmp_path, given):
     """Every weight of the base is as it was, and a model that loads the file predicts what the trained one does."""
-    result = run_script("train.py", *small.flags, "--max_steps", 2, "--out_dir", tmp_path / "a", *flags_of(given))
-    assert result.status == 0, result.err
+    result = works("train.py", *small.flags, "--max_steps", 2, "--out_dir", tmp_path / "a", *flags_of(given))
     ns = result.globals
     fresh = predict.load_transformer(TINY, "float32")
     weights = {name.replace(".base_layer", ""): p for name, p in ns["transformer"].named_parameters()}
@@ -93,15 +92,13 @@ def test_a_pattern_that_fits_no_layer_is_refused(small, tmp_path, given):
 
 def test_with_good_arguments_a_plan_is_made(small, tmp_path):
     """It has a base without numbers."""
-    result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "a", "--plan",
-                        *flags_of(dict(use_rslora=True, rank_pattern={"to_q": 4})))
-    assert result.status == 0, result.err
+    works("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "a", "--plan",
+          *flags_of(dict(use_rslora=True, rank_pattern={"to_q": 4})))
 
 def test_layers_of_single_blocks_are_named_as_targets(small, tmp_path):
     """What layers_to_transform is for, in every version of peft."""
     name = "transformer_blocks.1.attn.to_q"
-    result = run_script("train.py", *small.flags, "--max_steps", 1, "--lora_targets", name, "--out_dir", tmp_path)
-    assert result.status == 0, result.err
+    works("train.py", *small.flags, "--max_steps", 1, "--lora_targets", name, "--out_dir", tmp_path)
     assert lora_of(tmp_path).keys() == {f"transformer.{name}.lora_{half}.weight" for half in "AB"}
 
 def test_full_layers_are_trained_and_resumed_as_full_ranks(small, tmp_path):
@@ -111,8 +108,7 @@ def test_full_layers_are_trained_and_resumed_as_full_ranks(small, tmp_path):
     ranks = {"norm_out.linear": inner, "proj_out": min(inner, 4 * config["out_channels"])}
     flags = [*small.flags, "--lora_targets", "attention", *ranks, *flags_of(dict(rank_pattern=ranks))]
     for name, steps, more in (("a", 2, []), ("b", 1, []), ("b", 2, ["--resume"])):
-        result = run_script("train.py", *flags, "--max_steps", steps, *more, "--out_dir", tmp_path / name)
-        assert result.status == 0, result.err
+        works("train.py", *flags, "--max_steps", steps, *more, "--out_dir", tmp_path / name)
     assert_same_run(tmp_path / "a", tmp_path / "b")
     state = lora_of(tmp_path / "a")
     for layer, rank in ranks.items():

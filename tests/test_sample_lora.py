@@ -4,7 +4,6 @@ How validations generate their pictures: --sample_lora, and predict.py's flags o
 $ python -m pytest -q tests/test_sample_lora.py    # half a minute
 """
 import shlex
-import shutil
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from library.models import compilation
 from training import plan
 import predict
 from tests.harness import (EXACT, NATIVE, add_item, curve, is_one_line, log_of, lora_file, lora_tensors, renamed,
-                           results_of, run_script, start_ranks, validations_of)
+                           results_of, run_script, start_ranks, validations_of, works)
 
 FEW = ["--num_inference_steps", 2, "--true_cfg_scale", 2, "--shift", 3, "--negative_prompt", "blurry"]
 
@@ -37,8 +36,7 @@ def flags(tmp_path_factory):
             "--sample_every", 1, "--lora_targets", "to_q", "to_v", *NATIVE, *EXACT, "--device", "cpu"]
 
 def train(out_dir, flags, *more):
-    result = run_script("train.py", *flags, "--out_dir", out_dir, *more)
-    assert result.status == 0, result.err
+    result = works("train.py", *flags, "--out_dir", out_dir, *more)
     return result
 
 def pictures_of(folder):
@@ -52,9 +50,8 @@ def predicted(tmp_path, flags, loras, *more):
     """What predict.py generates for the validation samples with these LoRAs."""
     data, cache_dir = flags[1], flags[5]
     out = tmp_path / f"predicted-{len(list(tmp_path.glob('predicted-*')))}"
-    result = run_script("predict.py", "--jobs", data, "--cache_dir", cache_dir, "--out_dir", out, "--max_tokens", 4096,
-                        *NATIVE, *EXACT, "--device", "cpu", *(["--lora", *loras] if loras else []), *more)
-    assert result.status == 0, result.err
+    works("predict.py", "--jobs", data, "--cache_dir", cache_dir, "--out_dir", out, "--max_tokens", 4096,
+          *NATIVE, *EXACT, "--device", "cpu", *(["--lora", *loras] if loras else []), *more)
     results = results_of(out)
     results.pop("sheet").unlink()
     for name, path in results.items():
@@ -158,19 +155,11 @@ def test_what_cannot_work_is_one_line(tmp_path, flags, other, line, status, name
     assert result.status == status and is_one_line(result.errors[0], named), result.err
     assert "BAD" in named or not (tmp_path / "a").exists()
 
-def test_an_index_without_the_negative_prompt_says_what_to_do(tmp_path, flags):
-    train(tmp_path / "a", flags, "--max_steps", 1, "--val_pictures", 0)
-    shutil.copy(flags[5] / "tiny-data-val.json", flags[5] / "val.json")
-    index = [*flags, "--val_data", flags[5] / "val.json", "--out_dir", tmp_path / "b", "--max_steps", 1]
-    result = run_script("train.py", *index, "--negative_prompt", "ugly")
-    assert result.status == 1 and is_one_line(result.errors[0], "ugly", "--negative_prompt"), result.err
-
 def test_the_plan_counts_the_other_lora(tmp_path, flags, other, monkeypatch):
     """In the memory of the base, and not among the parameters."""
     monkeypatch.setattr(plan, "step_bytes", lambda *_, **__: 0) # which takes seconds
     def planned(*more):
-        result = run_script("train.py", *flags, "--plan", *more)
-        assert result.status == 0, result.err
+        result = works("train.py", *flags, "--plan", *more)
         row, = [line for line in result.out.splitlines() if "(as given)" in line]
         return float(row.split()[0]), [line for line in result.out.splitlines() if line.startswith("parameters")]
     # of rank 3040; 3072 is the most

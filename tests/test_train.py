@@ -23,12 +23,11 @@ from PIL import Image
 import cache
 from library.cli import command_line
 from library.files import tensor_files
-from library.lora import peft_config
 import predict
 import rope_patch
 from tests.harness import (ADAMW, EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, curve, demo_cache, error_of,
                            globals_of_train, is_one_line, log_of, lora_file, lora_of, lora_tensors, losses_of, rel,
-                           run_script, show, start_ranks, train, train_demo, train_log, until, validations_of)
+                           run_script, show, start_ranks, train, train_demo, train_log, until, validations_of, works)
 
 def test_trains_for_exactly_max_steps_and_keeps_two_checkpoints(tmp_path):
     assert [r["step"] for r in train_log(tmp_path / "a", "--save_every", 1)] == [1, 2, 3]
@@ -67,10 +66,6 @@ def test_samples_and_noise_are_functions_of_seed_and_position(tmp_path):
     noise = torch.cat([noise_at(a, p)[1].flatten() for p in range(100)])
     assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
     assert len({noise_at(a, p)[1][0, 0].item() for p in range(2 * n)}) == 2 * n # two epochs have different noise
-    for p in range(50): # wording and picture dropout have streams of their own: the others do not feel them
-        g = a["generator"]("draw", p)
-        torch.randint(1, (), generator=g)
-        assert (a["pick"](p).prompt == "") == (torch.rand((), generator=g).item() < 0.25)
 
 @pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "qwen_shift"])
 def test_timestep_distribution(tmp_path, sampling):
@@ -103,8 +98,6 @@ def test_repeats_and_several_roots_make_the_epoch(tmp_path):
         result = run_script("train.py", "--data", *other, "--resume", "--out_dir", tmp_path / "r", *flags,
                             "--max_steps", 2)
         assert result.status == 1 and is_one_line(result.errors[0], "data_hash: "), result.err
-    wrong = run_script("train.py", "--data", *roots, "--repeats", 3, "--out_dir", tmp_path / "w", *flags)
-    assert wrong.status == 2 and "--repeats" in wrong.err
 
 def test_dropped_pictures_leave_latents_and_prompt(tmp_path, data, plus):
     """The share that was asked for, in a stream of its own: all else of a position is as without the flag. Such a
@@ -138,18 +131,6 @@ def test_learning_rate_is_a_function_of_the_step(tmp_path, schedule, want):
     ns = globals_of_train(tmp_path / "a", "--lr_scheduler", schedule, "--warmup_steps", 2, "--lr", 3)
     ns["args"].max_steps = 6
     assert [ns["learning_rate"](step) / 3 for step in range(6)] == pytest.approx(want)
-
-def test_an_idle_pass_is_the_shortest_sample_weighed_with_zeros(tmp_path):
-    """--fsdp: a process that has nothing to compute adds 0 to the loss of a sample that another one computes."""
-    ns = globals_of_train(tmp_path / "a")
-    picks, packs = ns["plan_step"](0)
-    (place,), (item,) = ns["load_pack"](picks, [])
-    assert picks[place].tokens == min(p.tokens for p in picks) and not item.weight.any()
-    assert ns["load_pack"](picks, packs[0])[0] == packs[0]
-    losses = ns["flow_loss"](ns["transformer"], [item])
-    assert losses[0] == 0
-    losses[0].backward()
-    assert not any(p.grad.any() for p in ns["lora"].values())
 
 @pytest.mark.parametrize("weight, colour", [("background", "black"), ("foreground", "white")])
 def test_a_mask_that_leaves_the_loss_nothing_is_one_warning_and_a_loss_of_0(tmp_path, weight, colour):
@@ -207,28 +188,16 @@ def test_packs_are_dealt_to_all_by_cost_and_evened_out(tmp_path):
     costs = list(map(cost, deal(lengths)))
     assert max(costs) <= 1.1 * sum(costs) / len(costs)
 
-def test_four_processes_with_three_samples_equal_one(tmp_path, start):
-    """One has nothing to do."""
-    flags = [*ADAMW, "--max_steps", 3, "--batch_size", 3]
-    one = train_log(tmp_path / "one", *flags)
-    processes = start_ranks(start, "--cache_dir", demo_cache(), "--val_data", *EXACT, *flags,
-                            "--out_dir", tmp_path / "many", preludes=[None] * 4)
-    assert not any([p.wait() for p in processes]), [p.output() for p in processes]
-    many = log_of(tmp_path / "many")
-    assert losses_of(many) == pytest.approx(losses_of(one), rel=1e-6)
-    for a, b in zip(one, many): # each sample's loss, whoever computed it
-        assert a["samples"] == b["samples"] and a["timesteps"] == b["timesteps"]
-        assert b["losses"] == pytest.approx(a["losses"], abs=2e-5)
-        assert np.mean(a["losses"]) == pytest.approx(a["loss"], abs=2e-5)
-    a, b = lora_of(tmp_path / "one"), lora_of(tmp_path / "many")
-    assert rel(torch.cat([b[k].flatten() for k in a]), torch.cat([a[k].flatten() for k in a])) <= 1e-3
-
 def test_a_batch_is_at_least_one_sample_a_process_or_says_what_idles(small, tmp_path, start, monkeypatch):
-    flags = ["--max_steps", 1, "--out_dir"]
-    ranks = start_ranks(start, *small.flags, *flags, tmp_path / "one", "--batch_size", 1)
+    """The others' work is that of one process."""
+    flags = [*small.flags, *ADAMW, "--max_steps", 3, "--batch_size", 1, "--out_dir"]
+    ranks = start_ranks(start, *flags, tmp_path / "two")
     assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
     said = [rank.output().count("warning: --batch_size 1 for 2 processes") for rank in ranks]
-    assert said == [1, 0] and len(log_of(tmp_path / "one")[0]["samples"]) == 1
+    works("train.py", *flags, tmp_path / "one")
+    one, two = [log_of(tmp_path / name) for name in ("one", "two")]
+    assert said == [1, 0] and [record["samples"] for record in one] == [record["samples"] for record in two]
+    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-6)
     for name, value in dict(RANK="0", WORLD_SIZE="8", MASTER_ADDR="a", MASTER_PORT="1").items():
         monkeypatch.setenv(name, value)
     defaults = []
@@ -350,9 +319,6 @@ def test_a_run_that_fails_before_its_log_leaves_no_folder_and_no_file_of_others_
                         "--max_steps", 3, "--batch_size", 1, "--lora_rank", 1)
     gc.collect()
     assert result.status == 0 and (tmp_path / "new/log.jsonl").exists(), result.err
-    steps = [line for line in result.out.splitlines() if line.startswith("step ")]
-    assert [bool(re.search(r"  \d:\d\d:\d\d left$", line)) for line in steps] == [False, True, True]
-
 
 def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
     """Differing fields are listed, before anything slow; a finished run says so, and is not begun anew without its
@@ -378,9 +344,10 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
 
 def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("", "utf-8")
-    for folder, status, words in ((tmp_path / "file/run", 1, ""), (tmp_path / ("x" * 300), 2, "longer than a file's")):
+    for folder, status, words in ((tmp_path / "file/run", 1, str(tmp_path / "file/run")),
+                                  (tmp_path / ("x" * 300), 2, "--out_dir: longer than a file's name")):
         result = train_demo(folder)
-        assert result.status == status and is_one_line(result.errors[-1], folder, words), result.err
+        assert result.status == status and is_one_line(result.errors[-1], words), result.err
 
 def test_a_flag_that_is_added_to_train_py_is_compared_on_resume(tmp_path):
     """Unless MAY_CHANGE names it; and a checkpoint that is older than the flag counts as having had its default."""
@@ -409,9 +376,6 @@ def test_runs_are_numbered_and_resume_takes_the_newest(tmp_path, small, start):
         run("--max_steps", n)
     names = sorted(p.name for p in (tmp_path / "out").iterdir() if (p / "DONE").exists())
     assert len(names) == 2 and f"{names[1]}: continues after step 2" in run("--max_steps", 3, "--resume")
-    with filelock.FileLock(tmp_path / "out" / names[1] / ".lock"): # it is at work still: no other takes its place
-        again = start("train.py", *small.flags, "--resume", prelude=functools.partial(os.chdir, tmp_path))
-        assert again.wait() == 1 and is_one_line(error_of(again), names[1], "another run is at work"), again.output()
     assert len(list((tmp_path / "out").iterdir())) == 3
 
 def test_runs_that_start_together_take_two_numbers(tmp_path, small, start):
@@ -467,21 +431,12 @@ def test_the_edit_is_learned_in_two_ways_and_not_with_shared_positions(tmp_path,
         if name == "text":
             monkeypatch.setattr(rope_patch, "sample_freqs", shared)
             monkeypatch.setattr(rope_patch, "sample_shapes", remember_first)
-        result = run_script("train.py", "--cache_dir", demo_cache(), "--out_dir", tmp_path / name, *flags)
-        assert result.status == 0, result.err
+        works("train.py", "--cache_dir", demo_cache(), "--out_dir", tmp_path / name, *flags)
         psnr[name] = validations_of(tmp_path / name)[-1]["psnr"]["val"]["lora"]
         print(f"\n{name:8} {psnr[name]:.2f} dB in {tmp_path / name}")
     show("one, dB from mixed", abs(psnr["one"] - psnr["mixed"]), 0.3)
     assert abs(psnr["one"] - psnr["mixed"]) < 0.3
     assert psnr["shared"] < psnr["mixed"] - 3 and abs(psnr["text"] - psnr["mixed"]) < 1
-
-TWENTY = [*ADAMW, "--max_steps", 20, "--batch_size", 8]
-
-@pytest.mark.skipif(not FULL, reason="as in test_consistency.py, but for twenty steps: --full")
-def test_twenty_steps_are_the_same_steps(tmp_path):
-    """Twenty optimizer steps at the demo's own settings: one packed batch a step, one sample at a time."""
-    want, got = train_log(tmp_path / "a", *TWENTY), train_log(tmp_path / "b", *TWENTY, "--max_tokens", 1)
-    assert losses_of(got) == pytest.approx(losses_of(want), rel=1e-5)
 
 def test_a_long_gradient_is_scaled_down(tmp_path):
     """SGD moves the LoRA by the learning rate times the clipped gradient, whose norm is --max_grad_norm."""
@@ -514,48 +469,4 @@ def test_the_real_share_of_preserve_is_told(tmp_path):
     result = run_script("train.py", *flags, "--out_dir", tmp_path / "a", "--preserve", 0.5)
     warnings = [line for line in result.err.splitlines() if line.startswith("warning: --preserve")]
     assert result.status == 0 and len(warnings) == 1 and "--preserve 0.5: is 0.25 of all" in warnings[0], result.err
-    picks = [result.globals["pick"](n) for n in range(2000)]
-    assert sum(p.preserve for p in picks) / len(picks) == pytest.approx(0.25, abs=0.03)
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "b", "--preserve", 1).status == 0 # c is trained
-
-# ---- --pretrained_lora -----------------------------------------------------------------------------------------------
-
-def effect_of(run):
-    """It returns what a run's LoRA adds to each weight."""
-    lora = predict.read_lora(run)
-    state, config = lora.state, {key.removeprefix("transformer."): value for key, value in lora.meta.items()}
-    config = peft_config.check_config(run, config, 0)
-    added = {}
-    for key in [key for key in state if key.endswith(".lora_A.weight")]:
-        layer = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
-        scale = peft_config.scale_of_layer(run, config, layer, len(state[key]))
-        added[layer] = scale * state[key.replace("lora_A", "lora_B")].double() @ state[key].double()
-    return added
-
-FOLDED = {"alpha": ["--lora_alpha", 16], "rslora": ["--lora_alpha", 6, "--lora_args", "use_rslora=true"],
-          "patterns": ["--lora_alpha", 16, "--lora_args", 'alpha_pattern={"to_q":2}', 'rank_pattern={"to_v":2}']}
-
-@pytest.mark.parametrize("flags", FOLDED.values(), ids=FOLDED)
-def test_going_on_from_a_finished_lora_is_going_on_from_its_checkpoint(small, tmp_path, flags):
-    """Its scale was folded into lora_B: trained like that, the same step would change the weights less. Also of a copy
-    that tools/convert_lora.py has made, for diffusers and for ComfyUI."""
-    at = small.flags.index("--lora_rank")
-    own, own_layers = [*small.flags[:at], *small.flags[at + 5:]], small.flags[at + 2:at + 5]
-    sgd = ["--optimizer", "torch.optim.SGD", "--lr", 3, "--warmup_steps", 0, "--out_dir"]
-    result = run_script("train.py", *own, "--lora_rank", 4, *own_layers, *flags, "--max_steps", 2, *sgd, tmp_path / "a")
-    assert result.status == 0, result.err
-    for to in ("diffusers", "comfyui"):
-        result = run_script("tools/convert_lora.py", tmp_path / "a", "--to", to, "--out",
-                            tmp_path / f"{to}.safetensors")
-        assert result.status == 0, result.err
-    before, want = effect_of(tmp_path / "a/checkpoint-000002"), None
-    for n, start in enumerate(("a/checkpoint-000002", "a", "diffusers.safetensors", "comfyui.safetensors")):
-        result = run_script("train.py", *own, "--pretrained_lora", tmp_path / start, "--max_steps", 2, *sgd,
-                            tmp_path / f"{n}")
-        assert result.status == 0 and log_of(tmp_path / f"{n}")[1]["grad_norm"] > 0, result.err
-        added = effect_of(tmp_path / f"{n}")
-        want = want or added
-        for layer, change in added.items():
-            assert rel(change - before[layer], want[layer] - before[layer]) < 1e-4 and rel(change, want[layer]) < 1e-5
-        assert log_of(tmp_path / f"{n}")[1]["grad_norm"] == pytest.approx(log_of(tmp_path / "0")[1]["grad_norm"], 1e-5)
-
