@@ -365,6 +365,12 @@ def run_script(script, *flags, folder=None):
     errors = list(dict.fromkeys(re.findall(r"\berror: [^\r\n]*", texts[1]))) # also behind a progress bar
     return SimpleNamespace(status=status, out=texts[0], err=texts[1], errors=errors, globals=names)
 
+def works(script, *flags, folder=None):
+    """It runs a script likewise, which has to succeed."""
+    result = run_script(script, *flags, folder=folder)
+    assert result.status == 0, result.err
+    return result
+
 def paste(command):
     """It returns the words that a shell makes of a line."""
     got = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True).stdout
@@ -595,22 +601,6 @@ def within(seconds):
 def flip(bit):
     """It returns a function that flips this bit of bytes."""
     return lambda data: data[:bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1:]
-
-def assert_no_flip_is_silent(path, sound, want, bits):
-    """Of a LoRA's file, at this path: with one of these bits flipped it is refused with a line, or read as it was ->
-    how many were read. sound: its bytes; want: the Lora that it makes of them."""
-    passed = 0
-    for bit in bits:
-        path.write_bytes(flip(bit)(sound))
-        try:
-            got = predict.read_lora(path)
-        except common.InputError as e:
-            assert is_one_line(str(e), path)
-            continue
-        assert_bitwise(got.state, want.state)
-        assert got.meta == want.meta
-        passed += 1
-    return passed
 
 def damage_tensors(path):
     """It flips one bit near the end of the file, where the tensors are."""

@@ -12,8 +12,8 @@ import common
 from library.files import tensor_files
 from library.lora.lora_file import warn_other_base
 import predict
-from tests.harness import (ON_DEVICE, TINY, as_v1, change_weight, copy_model, lora_file, lora_tensors, paint_picture,
-                           run_script, save)
+from tests.harness import (ON_DEVICE, as_v1, change_weight, copy_model, lora_tensors, paint_picture,
+                           run_script, save, works)
 
 @pytest.fixture(autouse=True)
 def lines_begin_anew():
@@ -23,8 +23,7 @@ def lines_begin_anew():
 def made(small, tmp_path_factory):
     """A LoRA of two steps on tiny; tiny as a v1, as a 2511, with one other weight, and as it is under another name."""
     folder = tmp_path_factory.mktemp("made")
-    result = run_script("train.py", *small.flags, "--max_steps", 2, "--out_dir", folder / "run")
-    assert result.status == 0, result.err
+    works("train.py", *small.flags, "--max_steps", 2, "--out_dir", folder / "run")
     models = {name: copy_model(folder / name) for name in ("v1", "2511", "other", "same")}
     as_v1(models["v1"])
     config = models["2511"] / "transformer/config.json"
@@ -81,29 +80,17 @@ def lines_of(capfd, path, here, geometry=None):
     return capfd.readouterr().err.splitlines()
 
 def test_the_greatest_difference_is_told_and_only_that(tmp_path, capfd):
-    """The pipeline before the weights, the weights before the sizes."""
-    path = written(tmp_path / "x.safetensors", **PLUS, geometry=SIZES)
-    used = SIZES | dict(target_pixels=[512**2])
-    v1 = PLUS | dict(pipeline="QwenImageEditPipeline", model_hash="b")
-    for here, word in ((v1, "(v1)"), (PLUS | dict(model_hash="b"), "weights"), (PLUS, "target_pixels 1048576, and")):
-        line, = lines_of(capfd, path, here, used)
-        assert word in line and line.startswith(f"warning: {path}: ")
-    assert not lines_of(capfd, path, PLUS) # where sizes do not count
-    assert not lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[1024**2]))
-
-def test_any_of_the_areas_of_a_training_is_its_own(tmp_path, capfd):
+    """The pipeline before the weights, the weights before the sizes, of which each area of a training is its own."""
     path = written(tmp_path / "x.safetensors", **PLUS, geometry=SIZES, areas=[1024**2, 512**2])
-    assert not lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[512**2]))
-    line, = lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[768**2]))
-    assert line.endswith(f"at target_pixels {1024**2}, and here it is {768**2}; the flags win, and without them the "
-                         "first LoRA's sizes are used")
-
-def test_a_second_command_of_a_process_says_it_again(tmp_path):
-    """As in a notebook, or in tests; within one command each line comes once, however often the file is read."""
-    file = lora_file(tmp_path, {key: 0 * tensor for key, tensor in lora_tensors().items()})
-    for n in range(2):
-        result = run_script("tools/convert_lora.py", file, file, "--to", "model", "--out", tmp_path / f"{n}")
-        assert result.status == 0 and result.err.count("has no effect") == 1, result.err
+    used = SIZES | dict(target_pixels=[768**2])
+    v1 = PLUS | dict(pipeline="QwenImageEditPipeline", model_hash="b")
+    for here, words in ((v1, "(v1)"), (PLUS | dict(model_hash="b"), "weights"),
+                        (PLUS, f"at target_pixels {1024**2}, and here it is {768**2}; the flags win")):
+        line, = lines_of(capfd, path, here, used)
+        assert words in line and line.startswith(f"warning: {path}: ")
+    assert not lines_of(capfd, path, PLUS) # where sizes do not count
+    for area in (1024**2, 512**2):
+        assert not lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[area]))
 
 def test_what_a_file_does_not_say_is_not_compared(tmp_path, capfd):
     """Files of diffusers, of an older version, and of strangers, who may say anything. (read_lora refuses a geometry
@@ -123,8 +110,3 @@ def test_the_architecture_that_musubi_tuner_writes_is_compared(tmp_path, capfd, 
     lines = lines_of(capfd, path, PLUS)
     assert len(lines) == told and all("another model" in line for line in lines)
 
-def test_what_train_py_tells_of_its_base(made):
-    meta = predict.read_lora(made.run).meta
-    assert meta["train.pipeline"] == "QwenImageEditPlusPipeline" and meta["train.zero_cond_t"] is False
-    assert meta["train.model"] == "tiny" and meta["train.model_hash"] == meta["train.config"]["model_hash"]
-    assert json.loads((TINY / "model_index.json").read_bytes())["_class_name"] == meta["train.pipeline"]

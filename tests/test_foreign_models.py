@@ -4,11 +4,9 @@ A model's folder from a stranger is data: it sets no flag, and its JSON files ma
 $ python -m pytest -q tests/test_foreign_models.py --fuzz 2000     # so many damages to each file
 """
 import contextlib
-import copy
 import json
 import math
 import os
-import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import OPTIONS
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -26,8 +23,8 @@ from library.cli import command_line
 from library.data import dataset, stat_cache
 from library.models import model_files
 import predict
-from tests.harness import (TINY, add_item, copy_model, is_one_line, paint_picture, refused, run_script,
-                           samples_of, save, within)
+from tests.fuzz import fuzz
+from tests.harness import TINY, add_item, copy_model, paint_picture, refused, run_script, samples_of, save, within
 
 # ---- defaults.json ---------------------------------------------------------------------------------------------------
 
@@ -64,46 +61,7 @@ def test_tiny_and_a_model_of_its_size_have_its_defaults(tmp_path, monkeypatch):
 
 # ---- the JSON files of a model ---------------------------------------------------------------------------------
 
-JUNK = [None, True, False, -1, 0, 1, 3, 2.5, 10**9, 2**63, 10**30, 1e308, float("nan"), float("inf"), "", "x",
-        "\x1b[2J\u202e\n", "../../../etc/passwd", "{folder}", "a" * 5000, [], {}, [1, [2, [3]]], {"a": {"b": [None]}},
-        [10**9] * 50, ["x"], "torch.nn.Linear", "os.system", ["os", "system"], {"__class__": "x"}]
 JSON_FILES = sorted(path.relative_to(TINY).as_posix() for path in [*TINY.glob("*.json"), *TINY.glob("*/*.json")])
-
-def junk(rng):
-    return copy.deepcopy(rng.choice(JUNK))
-
-def places_of(value, path=()):
-    """Yields the path of each value in a JSON value."""
-    yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inner:
-        yield from places_of(one, (*path, key))
-
-def damaged(text, rng):
-    """A text of JSON with one to three damages: another value, one more, one less, one renamed; or a text cut short."""
-    value = json.loads(text)
-    if rng.random() < 0.1:
-        return text[:rng.randrange(len(text))]
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        path = rng.choice(list(places_of(value))[:400])
-        if not path:
-            if rng.random() < 0.1:
-                return json.dumps(junk(rng))
-            continue
-        parent = value
-        for key in path[:-1]:
-            parent = parent[key]
-        kind = rng.choice(["value", "value", "value", "less", "more"])
-        if kind == "value":
-            parent[path[-1]] = junk(rng)
-        elif kind == "less":
-            del parent[path[-1]]
-        elif isinstance(parent, dict):
-            names = ["x", "auto_map", "quantization_config", "trust_remote_code", "_class_name", "dtype"]
-            parent[rng.choice(names)] = junk(rng)
-        else:
-            parent.append(junk(rng))
-    return json.dumps(value)
 
 def use_model(folder, part, data):
     """What the scripts do with a model before the first step, as far as this part has to do with it."""
@@ -137,58 +95,45 @@ def little_memory(gib=4):
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 @pytest.mark.parametrize("file", JSON_FILES)
-def test_a_damaged_json_file_of_a_model_is_one_line(tmp_path, file, capfd):
-    """Whatever it says it takes no long time and little memory, and ends in a line, if it is of any harm."""
+def test_a_damaged_json_file_of_a_model_is_one_line(tmp_path, file):
+    """Whatever it says it takes no long time and little memory, and ends in a line, if it is of any harm. What is cut
+    short is, too. Undamaged they pass, as the published configs do."""
     add_item(tmp_path / "data", "a")
     folder = copy_model(tmp_path / "m")
     text = (folder / file).read_text("utf-8")
-    refusals = 0
-    for seed in range(OPTIONS["fuzz"] or 25):
-        (folder / file).write_text(new := damaged(text, random.Random(f"{file} {seed}")), "utf-8")
-        with within(10), little_memory():
-            try:
-                use_model(folder, Path(file).parent.name, tmp_path / "data")
-            except common.InputError as e:
-                refusals += 1
-                assert is_one_line(str(e), str(folder)) and len(str(e)) < 1500, (seed, str(e))
-            except Exception as e:
-                raise AssertionError(f"{file}, seed {seed}: {new[:3000]}") from e
-    assert refusals or len(text) < 300
+    def case(value):
+        (folder / file).write_text(value if isinstance(value, str) else json.dumps(value), "utf-8")
+        try:
+            use_model(folder, Path(file).parent.name, tmp_path / "data")
+        except common.InputError as e:
+            assert str(folder) in str(e)
+            raise
+    with little_memory():
+        case(json.loads(text))
+        fuzz(file, json.loads(text), case, seconds=10, share=0.25, refuses=len(text) > 300)
+        with refused(folder):
+            case(text[:len(text) // 2])
+    for name, content in model_files.CONFIGS.items():
+        model_files.check_config(*name.split("/"), content)
 
 @pytest.mark.parametrize("file, changes, named", [
     ("transformer/config.json", dict(num_layers=10**9), "num_layers"),
-    ("transformer/config.json", dict(num_layers=-1), "num_layers"),
-    ("transformer/config.json", dict(num_layers="2"), "num_layers"),
-    ("transformer/config.json", dict(num_layers=[2]), "num_layers"),
     ("transformer/config.json", dict(num_layers=400), "asks for"),
     ("transformer/config.json", dict(axes_dims_rope=[10**9] * 3), "axes_dims_rope"),
-    ("transformer/config.json", dict(axes_dims_rope=[8, 8]), "axes_dims_rope"),
-    ("transformer/config.json", dict(axes_dims_rope=[2, 2, 2]), "attention_head_dim"),
-    ("transformer/config.json", dict(_class_name=["x"]), "_class_name"),
     ("transformer/config.json", dict(other=[[["x", 1e300]]]), "other"),
-    ("vae/config.json", dict(num_res_blocks=10**9), "num_res_blocks"),
     ("vae/config.json", dict(dim_mult=[10**6] * 4), "dim_mult"), ("vae/config.json", dict(z_dim=32), "z_dim"),
     ("vae/config.json", dict(base_dim=500), "asks for"),
-    ("vae/config.json", dict(latents_mean=[0.5] * 15), "latents_mean"),
-    ("vae/config.json", dict(latents_mean="x" * 16), "latents_mean"),
     ("vae/config.json", dict(latents_std=[1.0] * 15 + [0]), "latents_std"),
-    ("vae/config.json", dict(latents_std=[1.0] * 15 + [True]), "latents_std"),
-    ("text_encoder/config.json", dict(vision_config=dict(depth=10**9)), "depth"),
     ("text_encoder/config.json", dict(text_config=dict(hidden_size=2048)), "asks for"),
-    ("text_encoder/config.json", dict(text_config=dict(num_hidden_layers=float("nan"))), "num_hidden_layers"),
     ("processor/preprocessor_config.json", dict(merge_size=1), "merge_size"),
-    ("processor/preprocessor_config.json", dict(size=dict(shortest_edge=10**12)), "shortest_edge"),
     ("scheduler/scheduler_config.json", dict(num_train_timesteps=10**9), "num_train_timesteps"),
-    ("scheduler/scheduler_config.json", dict(base_image_seq_len=8192), "base_image_seq_len"),
     ("scheduler/scheduler_config.json", dict(max_shift="0.9"), "max_shift"),
     ("scheduler/scheduler_config.json", dict(shift_terminal=1.0), "scheduler"),
     ("tokenizer/tokenizer_config.json", dict(auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}), None),
     ("tokenizer/tokenizer_config.json", dict(model_max_length=10**30), None), # as transformers writes "no limit"
     ("model_index.json", dict(scheduler=["evil", "Scheduler"]), "cannot be loaded"),
     ("model_index.json", dict(tokenizer=["os", "system"]), "tokenizer"),
-    ("model_index.json", dict(tokenizer=["transformers", "PreTrainedTokenizerFast"]), "tokenizer"),
-    ("model_index.json", dict(tokenizer=[]), "model_index.json"),
-    ("vae/config.json", dict(x=[0] * 10**6), "more than 1,048,576 bytes")])
+    ("model_index.json", dict(tokenizer=[]), "model_index.json")])
 def test_a_number_out_of_proportion_is_one_line_at_once(tmp_path, file, changes, named):
     """Before a library makes what it asks for; and no class of the folder is run."""
     folder = copy_model(tmp_path / "m")
@@ -202,31 +147,27 @@ def test_a_number_out_of_proportion_is_one_line_at_once(tmp_path, file, changes,
         use_model(folder, Path(file).parent.name, add_item(tmp_path / "data", "a"))
     assert not (tmp_path / "marker").exists()
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../secret.safetensors", "a/b.safetensors", "", 3, None, ["x"]])
-def test_an_index_of_shards_names_files_of_its_folder_alone(tmp_path, name):
+def test_an_index_of_shards_names_files_of_its_folder_alone(tmp_path):
     """Plain names; all else is one line."""
     folder = copy_model(tmp_path / "m")
     index = folder / "transformer/diffusion_pytorch_model.safetensors.index.json"
-    index.write_text(json.dumps(dict(metadata={}, weight_map={"x": name})), "utf-8")
-    with refused(str(index)):
-        cache.find_model(str(folder), ["transformer"])
+    for name in ("/etc/passwd", "../secret.safetensors", "a/b.safetensors", "", 3, None, ["x"]):
+        index.write_text(json.dumps(dict(metadata={}, weight_map={"x": name})), "utf-8")
+        with refused(str(index)):
+            cache.find_model(str(folder), ["transformer"])
 
-@pytest.mark.parametrize("place", [
-    "vae/x", "tokenizer/merges.txt", "text_encoder/config.json", "scheduler/a/b", "x.json"])
-def test_a_pipe_in_a_model_is_one_line(tmp_path, place):
-    """It would keep a library waiting for ever."""
+@pytest.mark.parametrize("place", ["vae/x", "text_encoder/config.json", "scheduler/a/b", "x.json"])
+def test_a_pipe_or_a_gigabyte_of_json_in_a_model_is_one_line(tmp_path, place):
+    """Which would keep a library waiting for ever; before it is read."""
     folder = copy_model(tmp_path / "m")
     (folder / place).parent.mkdir(exist_ok=True)
     (folder / place).unlink(missing_ok=True)
     os.mkfifo(folder / place)
     with within(5), refused(str(folder / place)):
         cache.find_model(str(folder), cache.ENCODERS)
-
-def test_a_json_file_of_a_gigabyte_is_one_line(tmp_path):
-    """Before it is read."""
-    folder = copy_model(tmp_path / "m")
-    with open(folder / "vae/more.json", "wb") as f:
-        f.truncate(2**30)
+    (folder / place).unlink()
+    (folder / "vae/more.json").touch()
+    os.truncate(folder / "vae/more.json", 2**30)
     with little_memory(1), refused(str(folder / "vae/more.json"), "bytes"):
         cache.find_model(str(folder), ["vae"])
 
@@ -240,12 +181,6 @@ def test_a_text_encoder_whose_fields_do_not_fit_is_one_line(tmp_path, section):
     with refused(str(folder / "text_encoder")):
         use_model(folder, "text_encoder", None)
 
-def test_the_published_configs_pass():
-    """And a folder of ours does."""
-    for name, content in model_files.CONFIGS.items():
-        model_files.check_config(*name.split("/"), content)
-    use_model(TINY, "transformer", None)
-
 def test_lists_of_a_strangers_cache_are_read_as_lists(tmp_path):
     """Of right digests and wrong types: the files are looked at again."""
     path = str(save(paint_picture(), tmp_path / "a.png"))
@@ -257,14 +192,11 @@ def test_lists_of_a_strangers_cache_are_read_as_lists(tmp_path):
         assert stat_cache.remember_by_stat([path], lambda path: "looked", memory)(path) == answer
         others = [a for a in good.values() if a != answer] + [None, {}, [], 3, [size], [[64], "x"], [["64", 64], "x"],
                                                              [[-1, 64], "x"], [[10**9, 10**9], "x"], [[64.5, 64], "x"]]
-        for wrong in [[], None, 3, "x", {path: 3}, {path: []}, {path: [stamp]}, {path: [stamp, answer, 1]},
-                      {"other": None}, *({path: [stamp, other]} for other in others)]:
-            text = json.dumps(wrong)
+        wrong = [[], None, 3, "x", {path: 3}, {path: []}, {path: [stamp]}, {path: [stamp, answer, 1]}, {"other": None},
+                 *({path: [stamp, other]} for other in others)]
+        for text in [*map(json.dumps, wrong), "[" * 100_000]:
             memory.write_text(f"{stat_cache.digest_of(text)}\n{text}", "utf-8")
-            assert stat_cache.remember_by_stat([path], lambda path: "looked", memory)(path) == "looked", wrong
-        text = "[" * 100_000
-        memory.write_text(f"{stat_cache.digest_of(text)}\n{text}", "utf-8")
-        assert stat_cache.remember_by_stat([path], lambda path: "looked", memory)(path) == "looked"
+            assert stat_cache.remember_by_stat([path], lambda path: "looked", memory)(path) == "looked", text[:99]
         memory.unlink()
         os.mkfifo(memory)
         with within(5):

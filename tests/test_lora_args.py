@@ -15,7 +15,7 @@ import cache
 import predict
 from library.lora.peft_config import PATTERNS
 from library.lora import peft_config
-from tests.harness import EXACT, NATIVE, TINY, assert_same_run, is_one_line, lora_of, rel, run_script
+from tests.harness import TINY, assert_same_run, is_one_line, lora_of, rel, run_script, works
 
 def flags_of(given):
     return ["--lora_args", *[f"{key}={json.dumps(value)}" for key, value in given.items()]]
@@ -28,8 +28,7 @@ def refusal_of(given):
 
 REFUSED = [ # arguments, words of the line
     *[(dict(init_lora_weights=word), 'or "gaussian"') for word in (
-        "olora", "Olora", "OLORA", "pissa", "pissa_niter_4", "eva", "lora_ga", "", "mica", "Mica", "PISSA", "corda",
-        "loftq", "nonsense", "Gaussian", "True", None, 1, 0, [True])],
+        "olora", "OLORA", "pissa", "pissa_niter_4", "eva", "loftq", "nonsense", "Gaussian", "True", None, 1, [True])],
     *[(dict(use_rslora=word), "true or false") for word in ("yes", "wrong", 1, 0, None)],
     # the remedy is a flag
     (dict(r=4), "give --lora_rank"), (dict(lora_alpha=3), "give --lora_alpha"),
@@ -64,22 +63,13 @@ def test_every_field_of_peft_is_in_the_list_or_refused_with_a_remedy(monkeypatch
             assert e.value.code == 2 and is_one_line(line.strip(), "--lora_args", name), line
             assert any(word in line for word in ("give ", "; leave it out", "raise --", "--lora_targets")), line
 
-@pytest.mark.parametrize("given", [dict(init_lora_weights="orthogonal")], ids=str)
-def test_what_peft_refuses_is_one_line(small, tmp_path, given):
-    result = run_script("train.py", *small.flags, "--lora_rank", 3, "--out_dir", tmp_path / "a", *flags_of(given))
-    assert result.status == 1 and is_one_line(result.errors[0], "--lora_args", "even"), result.err
-    assert not (tmp_path / "a/log.jsonl").exists()
-
 TRAINED = [dict(init_lora_weights=word) for word in (True, False, "gaussian", "orthogonal")] + [
-    dict(use_rslora=True), dict(use_rslora=False), dict(rank_pattern={"to_q": 4}, init_lora_weights=False),
-    dict(alpha_pattern={r"1\.attn\.to_v": 7}),
-    dict(rank_pattern={"to_q": 4}, alpha_pattern={"to_v": 7}, use_rslora=True, init_lora_weights=False)]
+    dict(use_rslora=False), dict(rank_pattern={"to_q": 4}, alpha_pattern={r"1\.attn\.to_v": 7}, use_rslora=True)]
 
 @pytest.mark.parametrize("given", TRAINED, ids=str)
 def test_the_file_on_the_published_base_is_what_was_trained(small, tmp_path, given):
     """Every weight of the base is as it was, and a model that loads the file predicts what the trained one does."""
-    result = run_script("train.py", *small.flags, "--max_steps", 2, "--out_dir", tmp_path / "a", *flags_of(given))
-    assert result.status == 0, result.err
+    result = works("train.py", *small.flags, "--max_steps", 2, "--out_dir", tmp_path / "a", *flags_of(given))
     ns = result.globals
     fresh = predict.load_transformer(TINY, "float32")
     weights = {name.replace(".base_layer", ""): p for name, p in ns["transformer"].named_parameters()}
@@ -100,35 +90,27 @@ def test_a_pattern_that_fits_no_layer_is_refused(small, tmp_path, given):
     last = str([*given[field]][-1])
     assert result.status == 1 and is_one_line(result.errors[0], f"--lora_args {field}", last), result.err
 
-@pytest.mark.parametrize("plan", [[], ["--plan"]])
-def test_with_good_arguments_a_plan_is_made(small, tmp_path, plan):
-    """--plan has a base without numbers."""
-    result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "a", *plan,
-                        *flags_of(dict(use_rslora=True, rank_pattern={"to_q": 4})))
-    assert result.status == 0, result.err
+def test_with_good_arguments_a_plan_is_made(small, tmp_path):
+    """It has a base without numbers."""
+    works("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "a", "--plan",
+          *flags_of(dict(use_rslora=True, rank_pattern={"to_q": 4})))
 
 def test_layers_of_single_blocks_are_named_as_targets(small, tmp_path):
     """What layers_to_transform is for, in every version of peft."""
     name = "transformer_blocks.1.attn.to_q"
-    result = run_script("train.py", *small.flags, "--max_steps", 1, "--lora_targets", name, "--out_dir", tmp_path)
-    assert result.status == 0, result.err
+    works("train.py", *small.flags, "--max_steps", 1, "--lora_targets", name, "--out_dir", tmp_path)
     assert lora_of(tmp_path).keys() == {f"transformer.{name}.lora_{half}.weight" for half in "AB"}
 
-def test_full_layers_are_trained_resumed_and_drawn_as_full_ranks(small, tmp_path):
+def test_full_layers_are_trained_and_resumed_as_full_ranks(small, tmp_path):
     """norm_out.linear and proj_out at the smaller of their sides: their LoRA can become any change of the weight."""
     config = json.loads((TINY / "transformer/config.json").read_bytes())
     inner = config["num_attention_heads"] * config["attention_head_dim"]
     ranks = {"norm_out.linear": inner, "proj_out": min(inner, 4 * config["out_channels"])}
     flags = [*small.flags, "--lora_targets", "attention", *ranks, *flags_of(dict(rank_pattern=ranks))]
     for name, steps, more in (("a", 2, []), ("b", 1, []), ("b", 2, ["--resume"])):
-        result = run_script("train.py", *flags, "--max_steps", steps, *more, "--out_dir", tmp_path / name)
-        assert result.status == 0, result.err
+        works("train.py", *flags, "--max_steps", steps, *more, "--out_dir", tmp_path / name)
     assert_same_run(tmp_path / "a", tmp_path / "b")
     state = lora_of(tmp_path / "a")
     for layer, rank in ranks.items():
         a, b = [state[f"transformer.{layer}.lora_{half}.weight"] for half in "AB"]
         assert len(a) == rank and torch.linalg.matrix_rank(a) == min(a.shape[1], len(b)) and b.any()
-    picture = small.folder / "data/control/0.png"
-    result = run_script("predict.py", "--lora", tmp_path / "a", "--image", picture, "--prompt", "x", *EXACT, *NATIVE,
-                        "--num_inference_steps", 2, "--cache_dir", tmp_path / "c", "--out", tmp_path / "x.png")
-    assert result.status == 0 and (tmp_path / "x.png").exists(), result.err
