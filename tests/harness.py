@@ -478,6 +478,12 @@ def copy_model(folder, *without):
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns(*pictures, "*.py", *without))
     return folder
 
+def as_strangers(model):
+    """It makes a copy of tiny a stranger's, which has no defaults: tiny is known by the bytes of its config."""
+    config = model / "transformer/config.json"
+    config.write_text(config.read_text("utf-8").replace('dim": 64', 'dim":64'), "utf-8")
+    return model
+
 def as_v1(model):
     """It makes tiny a Qwen-Image-Edit v1: the same weights, the other pipeline class."""
     index = json.loads((model / "model_index.json").read_bytes())
@@ -695,8 +701,7 @@ def train_and_measure(run, jobs, *flags):
     for script, *more in (["train.py", "--out_dir", run, *same, *flags],
                           ["predict.py", "--lora", run, "--jobs", jobs, "--out_dir", results, *same],
                           ["tools/measure.py", results, jobs, "--json", results / "measured.json"]):
-        result = run_script(script, *more)
-        assert result.status == 0, result.err
+        works(script, *more)
     return json.loads((results / "measured.json").read_bytes())
 
 def records_of(out_dir):

@@ -15,14 +15,13 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-import common
 from common import is_utf8, printable, shell_command
 from library.data import stat_cache
 from library.data.index_file import read_index
 from library.files.tensor_files import open_tensors
 from library.lora import lora_paths
 from tests.harness import (EXACT, TINY, Reader, add_item, assert_same_run, copy_model, is_one_line, lora_file,
-                           lora_tensors, paste, run_script)
+                           lora_tensors, paste, run_script, works)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names are UTF-8 here")
 
@@ -66,7 +65,8 @@ WORDS = {
     "cache.py": [f"--data @data --val_data @data --cache_dir >cache --model @model {CPU}"],
     "train.py": [f"{TRAIN} --val_data @data --num_inference_steps 2 --model @model --transformer @one.safetensors "
                  f"--sample_lora @{lora_paths.LORA_FILE}",
-                 f"{TRAIN} --val_data --pretrained_lora @{lora_paths.LORA_FILE}"],
+                 f"{TRAIN} --val_data --pretrained_lora @{lora_paths.LORA_FILE}",
+                 f"--data @cache/tiny-data.json --val_data --cache_dir >cache --out_dir >run --max_steps 1 {CPU}"],
     "predict.py": [f"--image @data/control/good.png --prompt snow --out >new.png --model @model {DRAW} "
                    f"--transformer @one.safetensors --lora @{lora_paths.LORA_FILE}",
                    f"--image @data/control --prompt snow --out_dir >results {DRAW}",
@@ -129,8 +129,7 @@ def work(tmp_path_factory):
     flags = ["--data", data, "--val_data", data, "--cache_dir", top / f"cache-{BYTES}", "--out_dir",
              top / f"run-{BYTES}", "--mask", "auto", "--mask_background_weight", 0, "--batch_size", 1, "--val_pictures",
              1, "--num_inference_steps", 2, "--lr_scheduler", "constant", *FLAGS]
-    result = run_script("train.py", *flags, "--max_steps", 1)
-    assert result.status == 0, result.err
+    result = works("train.py", *flags, "--max_steps", 1)
     return SimpleNamespace(data=data, flags=flags, run=flags[7], cache=flags[5], out=result.out)
 
 def test_the_log_the_index_and_the_lists_have_the_bytes_again(work):
@@ -167,21 +166,6 @@ def test_a_run_of_such_a_name_continues_as_one_of_a_usual_name(work, tmp_path):
     result = run_script("train.py", *work.flags, "--max_steps", 2, "--resume")
     assert result.status == 0 and "continues after step 1" in result.out, result.err
     assert_same_run(work.run, tmp_path / "run")
-
-def test_a_plan_lists_names_of_its_own_cache_alone(work, tmp_path, monkeypatch):
-    """An index may lie in a cache of any name; tools/prune.py reads the list."""
-    index = next(path for path in work.cache.glob("*.json") if "-val" not in path.name)
-    plans, write = [], common.write_file
-
-    def note(path, data, *more):
-        if path.name.startswith(".planned-"):
-            plans.append(data.decode())
-        write(path, data, *more)
-    monkeypatch.setattr(common, "write_file", note)
-    result = run_script("train.py", "--data", index, "--val_data", work.data, "--cache_dir", tmp_path / "cache",
-                        "--out_dir", tmp_path / "run", "--max_steps", 1, "--val_pictures", 0, *FLAGS)
-    assert result.status == 0, result.err
-    assert all(re.fullmatch(r"(latents|text)/[0-9a-f]{32}\.safetensors", line) for line in plans[0].splitlines())
 
 @pytest.mark.parametrize("kind, where", [("tensorboard", "--out_dir"), ("wandb", "--out_dir"), ("wandb", "--data")])
 def test_a_tracker_that_takes_no_such_name_says_so_before_anything_is_encoded(trees, tmp_path, kind, where):

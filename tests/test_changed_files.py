@@ -1,15 +1,17 @@
 """
-What is hashed is what is used: a file of a model, or a LoRA, that is replaced between the moment at which it is hashed
-and the one at which it is read ends the command with one line, and makes no picture, no step, and no encoded file under
-a wrong key. One that is replaced when it has been read changes nothing.
+A key changes with everything that it stands for, and with nothing else; and what is hashed is what is used: a file of a
+model, or a LoRA, that is replaced between the moment at which it is hashed and the one at which it is read ends the
+command with one line, and makes no picture, no step, and no encoded file under a wrong key. One that is replaced when
+it has been read changes nothing.
 """
 import functools
 import json
+import os
+import random
 import shutil
 
 import pytest
 import safetensors.torch
-import torch
 from PIL import Image
 
 import cache
@@ -18,8 +20,8 @@ from library.models import devices
 from library.data import stat_cache
 import predict
 from tests.harness import (ON_DEVICE, TINY, add_item, assert_bitwise, cached_files, change_weight, copy_model,
-                           is_one_line, lora_file, lora_of, lora_tensors, make_cache,
-                           paint_picture, results_of, run_script, save, steps_of)
+                           is_one_line, lora_file, lora_of, lora_tensors, make_cache, paint_picture, results_of,
+                           run_script, save, steps_of)
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -32,7 +34,7 @@ def place(tmp_path_factory):
     for n in (1, 2):
         (folder / f"lora{n}").mkdir()
         lora_file(folder / f"lora{n}", {k: 0.05 * n * v for k, v in lora_tensors().items()})
-    save(paint_picture(), folder / "photos/a.png")
+    save(paint_picture(), folder / "photos/a.bmp")
     add_item(add_item(folder / "data", "cat"), "dog")
     assert draw_in(folder).status == 0
     shutil.rmtree(folder / "out")
@@ -44,14 +46,15 @@ def here(place, tmp_path):
     return shutil.copytree(place, tmp_path / "here")
 
 def draw_in(folder, *flags):
-    return run_script("predict.py", "--model", folder / "model", "--lora", folder / "lora1", "--image",
-                      folder / "photos", "--prompt", "x", "--out_dir", folder / "out", "--cache_dir", folder / "cache",
-                      "--num_inference_steps", 2, "--target_pixels", "64*64", *flags)
+    lora = [] if "--lora" in flags else ["--lora", folder / "lora1"]
+    return run_script("predict.py", "--model", folder / "model", *lora, "--image", folder / "photos", "--prompt", "x",
+                      "--out_dir", folder / "out", "--cache_dir", folder / "cache", "--num_inference_steps", 2,
+                      "--target_pixels", "64*64", *flags)
 
 def train_in(folder, *flags):
     return run_script("train.py", "--data", folder / "data", "--val_data", folder / "data", "--model", folder / "model",
                       "--cache_dir", folder / "cache", "--out_dir", folder / "run", "--max_steps", 1, "--batch_size", 2,
-                      *ON_DEVICE, *flags)
+                      "--val_pictures", 1, "--num_inference_steps", 2, *ON_DEVICE, *flags)
 
 def shrink(file):
     """A sound transformer with one block less, in one file."""
@@ -71,6 +74,141 @@ def other_words(folder):
     file = folder / "model/tokenizer/tokenizer.json"
     file.write_text(file.read_text("utf-8") + " ", "utf-8")
 
+def change_weight_of(file):
+    tensors = safetensors.torch.load_file(file)
+    tensors["proj_out.weight"] += 0.01
+    safetensors.torch.save_file(tensors, file)
+
+# ---- a model is known by every byte ----------------------------------------------------------------------------------
+
+@pytest.fixture
+def settled(monkeypatch):
+    """All that a test writes counts as old enough to be remembered."""
+    monkeypatch.setattr(stat_cache, "SETTLED", -10**15)
+
+def overwrite(path, place, value):
+    """Other bytes in place, the same length and time of change."""
+    times = path.stat()
+    with open(path, "r+b") as f:
+        f.seek(place)
+        f.write(value)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+def test_one_byte_of_any_tensor_is_another_model(tmp_path, settled):
+    """Of a folder and of one file; the hashes of earlier starts are remembered meanwhile."""
+    folder = shutil.copytree(TINY / "transformer", tmp_path / "transformer")
+    file, seen = folder / WEIGHTS, {}
+    data = file.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    rng = random.Random(0)
+    seen[cache.hash_part(folder, tmp_path)], seen[cache.hash_part(file, tmp_path)] = "whole folder", "whole file"
+    for name in rng.sample(sorted(header.keys() - {"__metadata__"}), 40):
+        low, high = header[name]["data_offsets"]
+        place = begin + rng.randrange(low, high)
+        overwrite(file, place, bytes([data[place] ^ 1]))
+        for n, model in enumerate((folder, file)):
+            assert seen.setdefault(cache.hash_part(model, tmp_path), (name, n)) == (name, n), name
+        overwrite(file, place, data[place:place + 1])
+    assert seen[cache.hash_part(folder, tmp_path)] == "whole folder" and (tmp_path / "models.txt").exists()
+
+SAME = {"another name": lambda model: model.rename(model.with_name("renamed")),
+        "another time": lambda model: [os.utime(path, ns=(0, 0)) or model for path in model.iterdir()][0],
+        "a README": lambda model: (model / "README.md").write_text("x", "utf-8") and model,
+        "a hidden file": lambda model: (model / ".gitattributes").write_text("x", "utf-8") and model}
+
+@pytest.mark.parametrize("what", SAME)
+def test_what_does_not_matter_is_the_same_model(tmp_path, settled, what):
+    model = shutil.copytree(TINY / "transformer", tmp_path / "model")
+    before = cache.hash_part(model, tmp_path)
+    assert cache.hash_part(SAME[what](model), tmp_path) == before
+
+def test_a_model_is_read_once_and_again_when_it_has_changed(tmp_path, settled, monkeypatch):
+    model, read, real = shutil.copytree(TINY / "transformer", tmp_path / "model"), [], common.file_hash
+    monkeypatch.setattr(cache, "file_hash", lambda path: read.append(path.name) or real(path))
+    for want in ({"config.json", WEIGHTS}, set()):
+        cache.hash_part(model, tmp_path)
+        assert set(read) == want
+        read.clear()
+    change_weight(model)
+    cache.hash_part(model, tmp_path)
+    assert set(read) == {WEIGHTS}
+
+# ---- finished pictures and runs depend on what they are made of ------------------------------------------------------
+
+def is_drawn(folder, *flags):
+    """Whether predict.py, on the transformer's one file, draws the picture anew."""
+    result = draw_in(folder, "--transformer", folder / "one.safetensors", *flags)
+    assert result.status == 0, result.err
+    return "there already" not in result.out
+
+RUN = ["--val_data", "--lr_scheduler", "constant", "--save_every", 1]
+
+@pytest.fixture(scope="module")
+def finished(place, tmp_path_factory):
+    """A copy of `place` with a finished picture and a run of one step."""
+    folder = shutil.copytree(place, tmp_path_factory.mktemp("finished") / "here")
+    assert is_drawn(folder)
+    assert train_in(folder, *RUN, "--transformer", folder / "one.safetensors").status == 0
+    return folder
+
+def other_shift(folder):
+    edit_json(folder / "model/scheduler/scheduler_config.json", max_shift=2.0)
+
+def other_picture(folder):
+    path = folder / "photos/a.bmp"
+    overwrite(path, path.stat().st_size - 300, bytes(range(200)))
+
+DRAWS = { # change -> whether the picture is another one. It may return flags.
+    "nothing": (lambda f: [], False),
+    "merged base": (lambda f: change_weight_of(f / "one.safetensors"), True),
+    "scheduler": (other_shift, True),
+    "VAE": (lambda f: change_weight(f / "model/vae"), True),
+    "text encoder": (lambda f: change_weight(f / "model/text_encoder"), True),
+    "LoRA": (other_lora, True),
+    "a picture edited in place, same length and time": (other_picture, True),
+    "prompt": (lambda f: ["--prompt", "y"], True),
+    "guidance": (lambda f: ["--true_cfg_scale", 4], True),
+    "strength": (lambda f: ["--lora_scale", 0.5], True),
+    "scales": (lambda f: ["--scales", 0.25], True),
+    "seed": (lambda f: ["--seed", 1], True),
+    "steps": (lambda f: ["--num_inference_steps", 3], True),
+    "shift": (lambda f: ["--shift", 2], True),
+    "size": (lambda f: ["--target_pixels", "96*96"], True),
+    "quantize": (lambda f: ["--quantize", "int8"], True),
+    "LoRA under another name": (lambda f: ["--lora", (f / "lora1").rename(f / "other")], False),
+    "base under another name": (lambda f: ["--transformer", (f / "one.safetensors").rename(f / "two.safetensors")],
+                                False),
+    "tokens of a pass": (lambda f: ["--max_tokens", 100], False),
+    "moved cache": (lambda f: ["--cache_dir", (f / "cache").rename(f / "elsewhere")], False)}
+
+@pytest.mark.parametrize("change", DRAWS)
+def test_a_finished_picture_is_drawn_again_if_anything_that_decides_it_has_changed(finished, tmp_path, change):
+    folder = shutil.copytree(finished, tmp_path / "here")
+    make, another = DRAWS[change]
+    assert is_drawn(folder, *make(folder) or []) == another
+
+RESUMED = { # change -> what the error names
+    "merged base": (lambda f: change_weight_of(f / "one.safetensors"), "model_hash"),
+    "scheduler": (other_shift, "scheduler_hash"),
+    "text encoder": (lambda f: change_weight(f / "model/text_encoder"), "data_hash"),
+    "VAE": (lambda f: change_weight(f / "model/vae"), "data_hash"),
+    "a picture": (lambda f: save(paint_picture(seed=9), f / "data/control/cat.png"), "data_hash"),
+    "README": (lambda f: (f / "model/scheduler/README.md").write_bytes(b"x"), None)}
+
+@pytest.mark.parametrize("change", RESUMED)
+def test_resume_compares_everything_that_decides_the_run(finished, tmp_path, change):
+    folder = shutil.copytree(finished, tmp_path / "here")
+    make, named = RESUMED[change]
+    make(folder)
+    result = train_in(folder, *RUN, "--transformer", folder / "one.safetensors", "--max_steps", 2, "--resume")
+    if named:
+        assert result.status == 1 and is_one_line(result.errors[-1], named), result.err
+    else:
+        assert result.status == 0 and steps_of(folder / "run") == [1, 2], result.err
+
+# ---- what is replaced between its hash and its use ------------------------------------------------------------------
+
 # {what is replaced: (how, what the line names)}
 REPLACED = {
     "transformer": (lambda f: change_weight(f / "model/transformer"), "transformer"),
@@ -80,7 +218,7 @@ REPLACED = {
     "VAE, gone": (lambda f: shutil.rmtree(f / "model/vae"), "vae"),
     "text encoder": (lambda f: change_weight(f / "model/text_encoder"), "text_encoder"),
     "tokenizer": (other_words, "tokenizer"),
-    "scheduler": (lambda f: edit_json(f / "model/scheduler/scheduler_config.json", max_shift=2.0), "scheduler")}
+    "scheduler": (other_shift, "scheduler")}
 DECODED = {"transformer", "transformer's config", "transformer, gone", "VAE", "VAE, gone"}
 
 def before(monkeypatch, module, name, act, times=1):
@@ -94,12 +232,15 @@ def before(monkeypatch, module, name, act, times=1):
         return real(*args, **kwargs)
     monkeypatch.setattr(module, name, call)
 
-@pytest.mark.parametrize("what", REPLACED)
-def test_what_changes_while_pictures_are_encoded_is_one_line_and_no_picture(place, here, monkeypatch, what):
-    """With nothing encoded yet; no file enters the cache that the old model would not have made."""
+@pytest.mark.parametrize("what, moment", [(what, "encode_files") for what in REPLACED] + [
+    (what, "encode_samples") for what in sorted(DECODED)] + [("transformer", "load_part"), ("VAE", "load_part")])
+def test_what_changes_before_it_is_used_is_one_line_and_no_picture(place, here, monkeypatch, what, moment):
+    """While pictures are encoded, where no file enters the cache that the old model would not have made; or with all
+    encoded already, when only the transformer and the VAE, which decodes, are read."""
     change, named = REPLACED[what]
-    shutil.rmtree(here / "cache")
-    before(monkeypatch, cache, "encode_files", functools.partial(change, here))
+    if moment == "encode_files":
+        shutil.rmtree(here / "cache")
+    before(monkeypatch, cache, moment, functools.partial(change, here))
     result = draw_in(here)
     assert result.status == 1 and is_one_line(result.errors[-1], named, "" if "gone" in what else "changed"), result.err
     assert "Traceback" not in result.err and not list((here / "out").glob("*.png"))
@@ -107,16 +248,6 @@ def test_what_changes_while_pictures_are_encoded_is_one_line_and_no_picture(plac
     for file in cached_files(here / "cache"):
         if file.suffix == ".safetensors":
             assert_bitwise(*[safetensors.torch.load_file(f / "cache" / file) for f in (here, place)])
-
-@pytest.mark.parametrize("what, moment", [(what, "encode_samples") for what in sorted(DECODED)] + [
-    ("transformer", "load_part"), ("VAE", "load_part")])
-def test_what_changes_before_it_is_loaded_is_one_line_and_no_picture(here, monkeypatch, what, moment):
-    """With all encoded already: only the transformer and the VAE, which decodes, are read."""
-    change, named = REPLACED[what]
-    before(monkeypatch, cache, moment, functools.partial(change, here))
-    result = draw_in(here)
-    assert result.status == 1 and is_one_line(result.errors[-1], named, "" if "gone" in what else "changed"), result.err
-    assert "Traceback" not in result.err and not list((here / "out").glob("*.png"))
 
 @pytest.mark.parametrize("module, moment", [(devices, "start_processes"), (cache, "load_pipeline"),
                                             (cache, "encoder_fingerprints"), (predict, "plan_requests")])
@@ -131,17 +262,6 @@ def test_what_is_gone_before_it_is_hashed_or_behind_is_one_line(here, monkeypatc
         return
     assert result.status == 1 and is_one_line(result.errors[-1], (here / what).name), result.err
     assert not list((here / "out").glob("*.png"))
-
-def test_the_class_of_a_pipeline_that_is_replaced_later_changes_nothing(here, monkeypatch):
-    """The keys have the class that was loaded, and its encoders encode on."""
-    want = draw_in(here, "--out_dir", here / "want", "--cache_dir", here / "other")
-    before(monkeypatch, predict, "plan_requests",
-           lambda: edit_json(here / "model/model_index.json", _class_name="QwenImageEditPipeline"))
-    result = draw_in(here, "--cache_dir", here / "new")
-    assert want.status == result.status == 0, result.err
-    assert {*cached_files(here / "other")} == {*cached_files(here / "new")}
-    pictures = [Image.open(results_of(here / name)["a"]) for name in ("want", "out")]
-    assert pictures[0].info["key"] == pictures[1].info["key"] and pictures[0].tobytes() == pictures[1].tobytes()
 
 @pytest.mark.parametrize("script", ["predict", "train"])
 @pytest.mark.parametrize("change", [False, True], ids=["same", "other"])
@@ -194,17 +314,11 @@ def test_one_file_of_a_transformer_that_changes_is_one_line(here, monkeypatch, c
     assert result.status == 1 and is_one_line(result.errors[-1], file), result.err
     assert "Traceback" not in result.err and not list((here / "out").glob("*.png")) and not steps_of(here / "run")
 
-def change_weight_of(file):
-    tensors = safetensors.torch.load_file(file)
-    tensors["proj_out.weight"] += 0.01
-    safetensors.torch.save_file(tensors, file)
-
 TRAINED = {
     "transformer": (lambda f: change_weight(f / "model/transformer"), cache, "encode_samples", "transformer"),
     "transformer, while it is loaded": (lambda f: change_weight(f / "model/transformer"), predict, "place_transformer",
                                         "transformer"),
-    "scheduler": (lambda f: edit_json(f / "model/scheduler/scheduler_config.json", max_shift=2.0), cache,
-                  "encode_samples", "scheduler"),
+    "scheduler": (other_shift, cache, "encode_samples", "scheduler"),
     "VAE of the validation": (lambda f: change_weight(f / "model/vae"), predict, "place_transformer", "vae"),
     "VAE": (lambda f: change_weight(f / "model/vae"), cache, "encode_files", "vae"),
     "text encoder": (lambda f: change_weight(f / "model/text_encoder"), cache, "encode_files", "text_encoder")}
@@ -285,25 +399,3 @@ def test_an_index_names_the_encoders_that_have_encoded(here, monkeypatch):
     monkeypatch.setattr(cache, "encode_samples", encode_samples)
     assert make_cache(here / "data", here / "cache", "--model", here / "model").status == 0
     assert json.loads((here / "cache/model-data.json").read_bytes())["models"] == models
-
-def test_small_weights_do_not_lie_in_their_files(tmp_path):
-    """Of a folder and of one file: they are overwritten in place, and the model stays."""
-    folder = shutil.copytree(TINY / "transformer", tmp_path / "model/transformer")
-    file = shutil.copy(folder / WEIGHTS, tmp_path / "one.safetensors")
-    models = [predict.load_transformer(tmp_path / "model", "bfloat16"), # the files' own
-              predict.load_transformer(tmp_path / "model", "bfloat16", file=file)]
-    predict.place_transformer(models[1], "cpu")
-    want = safetensors.torch.load_file(TINY / "transformer" / WEIGHTS)
-    for path in (folder / WEIGHTS, tmp_path / "one.safetensors"):
-        with open(path, "r+b") as f:
-            f.write(b"\xff" * path.stat().st_size)
-    for model in models:
-        for name, p in model.named_parameters():
-            assert torch.equal(p, want[name]), name
-
-def test_the_second_look_at_a_model_reads_no_byte(here, monkeypatch):
-    """Its stamps are enough: what the comparison costs for 58 GB."""
-    monkeypatch.setattr(stat_cache, "SETTLED", -10**15)
-    draw_in(here)
-    monkeypatch.setattr(cache, "file_hash", lambda path: pytest.fail(f"{path} is read"))
-    assert draw_in(here, "--seed", 1).status == 0

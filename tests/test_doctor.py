@@ -10,7 +10,6 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
 from library.data import dataset, index_file, picture_files

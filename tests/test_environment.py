@@ -22,7 +22,7 @@ import common
 from library.cli import command_line
 from library.models import devices, environment, hub
 from training import run_log
-from tests.harness import (HERE, ON_DEVICE, add_item, assert_same_run, is_one_line, log_of, refused, run_script, train)
+from tests.harness import HERE, ON_DEVICE, add_item, assert_same_run, is_one_line, refused, run_script, works
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ def test_a_training_in_a_locale_that_is_not_utf_8_is_the_same_one(tmp_path):
     for name in "ab":
         add_item(data, name, caption="f\u00fcge Schnee hinzu \u96ea")
     flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "cache", "--device", "cpu", "--max_steps", 2,
-             "--batch_size", 2, "--num_inference_steps", 2, "--lora_rank", 2]
+             "--batch_size", 2, "--val_pictures", 1, "--num_inference_steps", 2, "--lora_rank", 2]
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": "1"}
     job = subprocess.run(
         [sys.executable, "-X", "warn_default_encoding", "-c", LEGACY.format(ours=OURS), HERE / "train.py",
@@ -182,30 +182,25 @@ def test_a_hub_that_the_environment_forbids_is_named(monkeypatch):
             hub.from_hub("some/model", lambda: 1 / 0)
         assert is_one_line(str(e.value), "some/model") and ("unset HF_HUB_OFFLINE" in str(e.value)) == said
 
-def test_a_run_that_goes_on_in_other_surroundings_says_so_once(data, tmp_path, monkeypatch):
-    """The log's first line has packages, Python and variables; the same ones are no line."""
-    flags = ["--cache_dir", tmp_path / "cache", "--lr_scheduler", "constant", "--out_dir", tmp_path / "run"]
-    assert train(data, tmp_path, *flags).status == 0
+def test_a_run_that_goes_on_in_other_surroundings_or_with_another_script_says_so(data, tmp_path, monkeypatch):
+    """The log's first line has packages, Python and variables; the same ones, and a log that does not know, are no
+    line."""
+    script = Path(shutil.copy(HERE / "train.py", tmp_path))
+    flags = ["--data", data, "--val_data", "--batch_size", 2, "--lr_scheduler", "constant", "--cache_dir",
+             tmp_path / "cache", "--out_dir", tmp_path / "run", *ON_DEVICE]
+
+    def said(steps, *more):
+        """-> what the run says of its surroundings."""
+        result = works(str(script), *flags, "--max_steps", steps, *more)
+        return re.findall("other than when this run began: (.*?);", result.out)
+    assert said(1) == said(2, "--resume") == []
     begun = json.loads((tmp_path / "run/log.jsonl").read_bytes().splitlines()[0])
     assert {"torch", "python", "machine", "environment"} <= begun.keys()
-    result = train(data, tmp_path, *flags, "--resume", "--max_steps", 3)
-    assert result.status == 0 and "other than when" not in result.out, result.err
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    result = train(data, tmp_path, *flags, "--resume", "--max_steps", 4)
-    assert result.status == 0 and result.out.count("other than when this run began: environment") == 1, result.out
-    assert len(log_of(tmp_path / "run")) == 4
-
-def test_an_edited_script_is_said_by_a_run_that_goes_on(data, tmp_path):
-    """A log that does not know is no line."""
-    flags = ["--cache_dir", tmp_path / "cache", "--lr_scheduler", "constant", "--out_dir", tmp_path / "run"]
-    script = shutil.copy(HERE / "train.py", tmp_path)
-    call = lambda *more: run_script(script, "--data", data, "--val_data", "--batch_size", 2, *ON_DEVICE, *flags, *more)
-    assert call("--max_steps", 1).status == 0
-    for steps, edit, said in ((2, "", False), (3, "\n# edited\n", True)):
-        Path(script).write_text(Path(script).read_text("utf-8") + edit, "utf-8")
-        result = call("--resume", "--max_steps", steps)
-        assert result.status == 0, result.err
-        assert ("other than when this run began: script" in result.out) == said, result.out
+    assert said(3, "--resume")[0].startswith("environment")
+    monkeypatch.delenv("MKL_CBWR")
+    script.write_text(script.read_text("utf-8") + "\n# edited\n", "utf-8")
+    assert said(4, "--resume")[0].startswith("script")
     assert run_log.environment_changes("{}", dict(script="a")) == []
 
 def test_a_plan_and_a_device_that_is_named_need_no_card(tmp_path):

@@ -87,20 +87,30 @@ WEIGHTS = 679.6e6 # bytes of a block in bf16
 
 # ---- one card --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("zero_cond_t, recomputed, kernels, peak", [
-    (True, 0, 200.5, 8.13), (True, 60, 271.95, 5.25), (False, 0, 184.5, 8.13), (False, 60, 247.95, 5.25)],
-    ids=["2511 kept", "2511 recomputed", "v1 kept", "v1 recomputed"])
-def test_a_step_keeps_its_limits(run, zero_cond_t, recomputed, kernels, peak):
-    other = {} if zero_cond_t else dict(zero_cond_t=False)
-    answer = run("--gradient_checkpointing", recomputed, card=H200, **other)
-    check(answer, packs=1, kernels=kernels, copied=ITEM, peak=peak)
+AGAIN = ["--gradient_checkpointing", 60]
+MASKED = [dict(s, mask=True) for s in SMALL]
+STEPS = { # flags; options of run; kernels of a block; bytes from the host; GiB. --preserve asks the base once: one pass
+    # more, without LoRA and gradient, which leaves nothing behind
+    "2511 kept": (["--gradient_checkpointing", 0], dict(card=H200), 200.5, ITEM, 8.13),
+    "2511 recomputed": (AGAIN, dict(card=H200), 271.95, ITEM, 5.25),
+    "v1 kept": (["--gradient_checkpointing", 0], dict(card=H200, zero_cond_t=False), 184.5, ITEM, 8.13),
+    "v1 recomputed": (AGAIN, dict(card=H200, zero_cond_t=False), 247.95, ITEM, 5.25),
+    "preserve": (["--preserve", 1, *AGAIN], dict(blocks=3), 341.4, ITEM + 270_000, 3.18),
+    "masks and mixed sizes in one pack": (["--max_tokens", 30_000, *AGAIN], dict(samples=[*LARGE, *MASKED], blocks=3),
+                                          441.7, 3 * ITEM, 4.93)}
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_keeps_its_limits(run, kind):
+    flags, options, kernels, copied, peak = STEPS[kind]
+    answer = run(*flags, **options)
+    check(answer, packs=1, kernels=kernels, copied=copied, peak=peak, blocks=options.get("blocks", BLOCKS))
     assert "DONE" in [path.name for path in answer.out_dir.iterdir()]
 
 @pytest.mark.parametrize("flash", ["auto", "2"])
 def test_a_torch_without_flash_attention_trains_sample_by_sample(run, flash):
     """As those for Windows, whatever --flash_attention says: without varlen_attn, which would raise there."""
     lacks = "torch.backends.cuda.is_flash_attention_available = lambda: False"
-    flags = ["--flash_attention", flash, "--gradient_checkpointing", 60] # as a trial of what fits takes longest
+    flags = ["--flash_attention", flash, *AGAIN] # as a trial of what fits takes longest
     answer = run(*flags, samples=SMALL, blocks=2, prelude=lacks)
     assert "no flash attention in this torch" in answer.out
     with_it = run(*flags, samples=SMALL, blocks=2)
@@ -134,16 +144,6 @@ def test_offloaded_blocks_may_be_kept(run):
     """What they have saved for the backward pass are views of the buffers, which are filled again by then."""
     answer = run("--offload", "all", blocks=3)
     assert "3 blocks are kept" in answer.out, answer.out
-
-def test_preserve_asks_the_base_once(run):
-    """One pass more, without LoRA and gradient, which leaves nothing behind."""
-    answer = run("--preserve", 1, "--gradient_checkpointing", 60, blocks=3)
-    check(answer, packs=1, kernels=341.4, copied=ITEM + 270_000, peak=3.18, blocks=3)
-
-def test_masks_and_mixed_sizes_in_one_pack(run):
-    masked = [dict(s, mask=True) for s in SMALL]
-    answer = run("--max_tokens", 30_000, "--gradient_checkpointing", 60, samples=[*LARGE, *masked], blocks=3)
-    check(answer, packs=1, kernels=441.7, copied=3 * ITEM, peak=4.93, blocks=3)
 
 CAPTURE = """
 import functools
@@ -229,6 +229,11 @@ def test_fsdp_holds_an_eighth_and_two_whole_blocks(run, more):
     if "--offload" in more:
         assert part <= step.pinned <= 1.02 * part
 
+def recomputed_in(answer):
+    """-> the number of blocks that the backward pass computes again."""
+    said = re.search(r"the backward pass computes (\d+) of", answer.out) # no line if it is none
+    return int(said[1]) if said else 0
+
 @pytest.mark.parametrize("left, kept", [(3.4, 0), (4.6, 6)])
 def test_what_fit_chooses_fits_under_fsdp(run, left, kept):
     """`left`: GiB of the card for activations. With --full it is empty."""
@@ -236,8 +241,7 @@ def test_what_fit_chooses_fits_under_fsdp(run, left, kept):
     if not FULL:
         card["taken"] = 79.2 * 0.95 - 0.6 - 0.58 - left
     answer = run("--fsdp", samples=EIGHT, **rank(0) | dict(card=card))
-    said = re.search(r"the backward pass computes (\d+) of", answer.out) # no line if it is none
-    recomputed = int(said[1]) if said else 0
+    recomputed = recomputed_in(answer)
     peak = max(step.peak for step in answer.steps) / GIB
     room = 79.2 * 0.95 - 0.6 - card.get("taken", 0)
     print(f"{BLOCKS - recomputed} kept, {room - peak:.3f} GiB left; {answer.seconds:.1f} s")
@@ -254,12 +258,13 @@ def find_fit(blocks, free, inputs, added, selective, edge=1):
 memory_fit.find_fit = find_fit
 """
 
-@pytest.mark.parametrize("gib, quantize, leave, selective, kept", [
-    (23.5, "nf4", 1.4, True, 0), (47.4, "none", 2.35, False, 2), (79.2, "none", 2.37, True, 2),
-    (140.4, "none", 9, False, 3)])
+FITS = [(47.4, "none", 2.35, False, 2), (79.2, "none", 2.37, True, 2), (23.5, "nf4", 1.4, True, 0),
+        (140.4, "none", 9, False, 3)]
+
+@pytest.mark.parametrize("gib, quantize, leave, selective, kept", FITS if FULL else FITS[:2]) # each takes 20 seconds
 def test_what_fit_chooses_fits(run, gib, quantize, leave, selective, kept):
-    """Cards of 24, 48, 80 and 141 GB. Without --full there are three blocks, and something else has so much of the
-    card's memory that `leave` GiB are left beside the weights, CUDA and the margin."""
+    """Cards of 48 and 80 GB; with --full of 24 and 141 GB, too. Without it there are three blocks, and something else
+    has so much of the card's memory that `leave` GiB are left beside the weights, CUDA and the margin."""
     if quantize == "nf4":
         pytest.importorskip("bitsandbytes")
     blocks, margin = 60 if FULL else 3, max(0.05 * gib, 1)
@@ -268,8 +273,7 @@ def test_what_fit_chooses_fits(run, gib, quantize, leave, selective, kept):
         card["taken"] = gib - margin - 0.6 - {"none": 1.98, "nf4": 0.62}[quantize] - leave
     answer = run("--quantize", quantize, card=card, blocks=blocks, prelude=FASTER.format(selective))
     assert ("the attention of the other" in answer.out) == (selective and kept < blocks)
-    said = re.search(r"the backward pass computes (\d+) of", answer.out) # no line if it is none
-    recomputed = int(said[1]) if said else 0
+    recomputed = recomputed_in(answer)
     peak = max(step.peak for step in answer.steps) / GIB
     left = gib - margin - 0.6 - card.get("taken", 0) - peak
     print(f"{gib}: {blocks - recomputed} kept, {left:.3f} GiB left; {answer.seconds:.1f} s")

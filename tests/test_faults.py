@@ -6,33 +6,27 @@ $ pytest tests/test_faults.py --kills 200 --fuzz 1000 -s     # 7 minutes; withou
 import functools
 import importlib
 import itertools
-import json
 import os
 import random
 import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import OPTIONS
 
 import cache
-import common
 from library.data import index_file
 from library.files import tensor_files
 from library.lora import lora_paths
 from training import resume, run_folder
 import predict
 import rope_patch
-from tests.harness import (ADAMW, HERE, assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip,
-                           is_one_line, kill, killed_runs, log_of, losses_of, refused, run_script, start_ranks,
-                           steps_of, until)
+from tests.harness import (assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip, is_one_line, kill,
+                           killed_runs, log_of, refused, run_script, steps_of, until)
 
 def lines_of(out_dir):
     return len(log_of(out_dir)) if (out_dir / "log.jsonl").exists() else 0
@@ -155,57 +149,6 @@ def test_a_signal_ends_a_training_after_the_step_with_a_checkpoint(tmp_path, sma
     assert start("train.py", *small.flags, "--out_dir", out_dir, "--resume").wait() == 0
     assert_same_run(out_dir, unbroken.out_dir)
 
-def test_a_closed_terminal_is_a_signal_unless_nohup_was_asked_for():
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL) # these tests may be under nohup themselves
-    try:
-        with common.catch_signals() as stopped:
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert stopped == [signal.SIGHUP] and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with common.catch_signals() as stopped:
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert stopped == []
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-def test_what_is_printed_after_its_terminal_was_closed_ends_no_run(tmp_path):
-    """The line of the step at hand, before its checkpoint."""
-    master, terminal = os.openpty()
-    code = f"""if True:
-        import os, signal, time, common
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        tty = os.open({os.ttyname(terminal)!r}, os.O_RDWR) # of this new session: a SIGHUP comes when it is closed
-        os.dup2(tty, 1), os.dup2(tty, 2)
-        with common.catch_signals() as stopped:
-            print("ready", flush=True)
-            while not stopped:
-                time.sleep(0.01)
-        print("step 1", flush=True)
-        open({str(tmp_path / "checkpoint")!r}, "w")"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=HERE, start_new_session=True)
-    assert b"ready" in os.read(master, 100)
-    os.close(terminal)
-    os.close(master)
-    assert process.wait(60) == 0 and (tmp_path / "checkpoint").exists()
-
-def test_a_validation_without_memory_is_a_warning_and_costs_no_step(tmp_path, small, monkeypatch):
-    flags = [*small.flags, "--max_steps", 3]
-    assert run_script("train.py", *flags, "--out_dir", tmp_path / "whole").status == 0
-    monkeypatch.setattr(predict, "generate_samples", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError))
-    flags += ["--val_data", small.folder / "data", "--sample_every", 1, "--cache_dir", tmp_path / "c"]
-    result = run_script("train.py", *flags, "--out_dir", tmp_path / "run")
-    assert result.status == 0 and result.err.count("warning: no memory for the validation") == 1, result.err
-    said = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text("utf-8").splitlines()]
-    assert sum("no memory for the validation" in record.get("warning", "") for record in said) == 1
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, small, start):
-    ranks = start_ranks(start, *small.flags, "--out_dir", tmp_path / "run", "--max_steps", 2000, "--save_every", 2000)
-    until(lambda: lines_of(tmp_path / "run") > 1)
-    kill(ranks[1], signal.SIGUSR1)
-    assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
-    assert steps_of(tmp_path / "run") == [log_of(tmp_path / "run")[-1]["step"]]
-
 def test_a_signal_ends_cache_py_after_the_file_at_hand(tmp_path, small, start):
     files = lambda: {p: p.stat().st_mtime_ns for p in tmp_path.glob("c/*/*.safetensors")}
     process = start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "c",
@@ -326,19 +269,6 @@ def test_a_run_without_a_whole_checkpoint(tmp_path, small, start, unbroken):
     assert process.wait() == 0, process.output()
     assert_same_run(out_dir, unbroken.out_dir)
 
-def test_a_run_may_go_on_with_another_number_of_processes(tmp_path, small, start):
-    """1 -> 2 -> 1 processes, 3 samples a step: losses to 1e-6."""
-    flags = [*small.flags, *ADAMW, "--batch_size", 3]
-    assert start("train.py", *flags, "--out_dir", tmp_path / "one", "--max_steps", 9).wait() == 0
-    flags += ["--out_dir", tmp_path / "two"]
-    assert start("train.py", *flags, "--max_steps", 3).wait() == 0
-    ranks = start_ranks(start, *flags, "--max_steps", 6, "--resume")
-    assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
-    assert start("train.py", *flags, "--max_steps", 9, "--resume").wait() == 0
-    one, two = log_of(tmp_path / "one"), log_of(tmp_path / "two")
-    assert [r["step"] for r in two] == list(range(1, 10))
-    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-6)
-
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 def test_two_runs_do_not_share_a_folder_and_the_dead_hold_no_lock(tmp_path, small, start, unbroken):
@@ -368,34 +298,6 @@ def test_three_writers_and_a_reader_of_one_cache(tmp_path, small, start):
     assert reads > 10 and not list(tmp_path.rglob(".tmp-*"))
     files = [p.relative_to(small.cache) for p in small.cache.glob("*/*.safetensors")]
     assert files and all((tmp_path / f).read_bytes() == (small.cache / f).read_bytes() for f in files)
-
-def spoiled_samples():
-    """For a child process: it cannot read a sample."""
-    def load_latents(*args):
-        raise cache.InputError("b.png: spoiled; mend it")
-    cache.load_latents = load_latents
-
-def test_a_rank_that_fails_says_why_and_the_other_ends_too(tmp_path, small, start):
-    t0 = time.monotonic()
-    ranks = start_ranks(start, *small.flags, "--out_dir", tmp_path / "run", preludes=[None, spoiled_samples])
-    assert [r.wait() for r in ranks] == [1, 1] and time.monotonic() - t0 < 200 # (gloo waits for half an hour)
-    assert ranks[1].output().splitlines()[-1] == "error: b.png: spoiled; mend it"
-
-def test_a_dead_rank_ends_the_job_and_is_named(tmp_path, small):
-    """Under torchrun, long before gloo would give up: in seconds, on a machine that is not busy."""
-    out_dir = tmp_path / "run"
-    job = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", HERE / "train.py",
-         *map(str, small.flags), "--max_steps", "100000", "--save_every", "100000", "--out_dir", out_dir],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, encoding="utf-8", env={**os.environ, "OMP_NUM_THREADS": "1"})
-    until(lambda: lines_of(out_dir) > 2 or job.poll())
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text("utf-8").split()
-    victim, = [int(pid) for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
-    t0 = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
-    _, err = job.communicate(timeout=200)
-    print(f"ended after {time.monotonic() - t0:.1f} s")
-    assert job.returncode != 0 and re.search(r"rank *: 1 ", err) and "Signal 9" in err
 
 # ---- damaged bits ----------------------------------------------------------------------------------------------------
 

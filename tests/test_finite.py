@@ -63,22 +63,18 @@ def test_one_of_several_loras_that_is_at_0_cannot_overflow(tmp_path, photos, two
 def test_the_line_names_the_model_that_computed_it_and_no_lora_where_there_is_none(tmp_path, photos, monkeypatch,
                                                                                    model):
     """One sample of two: the other is drawn."""
-    real = dict(transformer=predict.denoise, VAE=AutoencoderKLQwenImage.decode)[model]
-    calls = []
+    owner, name = dict(transformer=(predict, "denoise"), VAE=(AutoencoderKLQwenImage, "decode"))[model]
+    real, calls = getattr(owner, name), []
 
-    def denoise(*args):
-        return [latents * (math.inf if n == 0 else 1) for n, latents in enumerate(real(*args))]
-
-    def decode(vae, z, *args, **kwargs):
-        decoded = real(vae, z, *args, **kwargs)
-        calls.append(z)
-        if len(calls) == 1:
-            decoded.sample[..., 3, 3] = math.nan # one pixel
-        return decoded
-    if model == "transformer":
-        monkeypatch.setattr(predict, "denoise", denoise)
-    else:
-        monkeypatch.setattr(AutoencoderKLQwenImage, "decode", decode)
+    def spoiled(*args, **kwargs):
+        made = real(*args, **kwargs)
+        calls.append(made)
+        if model == "transformer":
+            made[0].fill_(math.inf)
+        elif len(calls) == 1:
+            made.sample[..., 3, 3] = math.nan # one pixel
+        return made
+    monkeypatch.setattr(owner, name, spoiled)
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text("\n".join(json.dumps(dict(image=[str(path)], prompt="go", out=path.name)) for path in photos[:2]),
                     "utf-8")

@@ -1,174 +1,22 @@
 """
-What is checked is what is used: the bytes that were hashed are the ones that are encoded, trained and compared; a key
-changes with everything that it stands for, and with nothing else; what processes assume of each other is compared.
+What is checked is what is used: the pictures that were hashed are the ones that are encoded, trained and compared; what
+is planned is not pruned; what processes assume of each other is compared. Models and LoRAs: test_changed_files.py.
 """
 import functools
-import json
 import os
-import random
 import shutil
 
 import filelock
 import pytest
-import safetensors.torch
 
 import cache
-import common
 import predict
-from library.data import stat_cache
 from library.files import tensor_files
 from library.lora import lora_paths
-from tests.harness import (NATIVE, ON_DEVICE, TINY, add_item, assert_same_run, cached_files,
-                           change_weight, copy_model, free_port, index_of, is_one_line, log_of, lora_file, lora_tensors,
-                           make_cache, paint_picture, run_script, save, start_ranks, steps_of, train, validations_of)
+from tests.harness import (NATIVE, ON_DEVICE, add_item, assert_same_run, cached_files, free_port, index_of, is_one_line,
+                           log_of, make_cache, paint_picture, run_script, save, start_ranks, steps_of, train,
+                           validations_of)
 from training import resume
-
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-# ---- a model is known by every byte ----------------------------------------------------------------------------------
-
-@pytest.fixture
-def settled(monkeypatch):
-    """All that a test writes counts as old enough to be remembered."""
-    monkeypatch.setattr(stat_cache, "SETTLED", -10**15)
-
-def overwrite(path, place, value):
-    """Other bytes in place, the same length and time of change."""
-    times = path.stat()
-    with open(path, "r+b") as f:
-        f.seek(place)
-        f.write(value)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-def test_one_byte_of_any_tensor_is_another_model(tmp_path, settled):
-    """Of a folder and of one file; the hashes of earlier starts are remembered meanwhile."""
-    folder = shutil.copytree(TINY / "transformer", tmp_path / "transformer")
-    file, seen = folder / WEIGHTS, {}
-    data = file.read_bytes()
-    begin = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:begin])
-    rng = random.Random(0)
-    seen[cache.hash_part(folder, tmp_path)], seen[cache.hash_part(file, tmp_path)] = "whole folder", "whole file"
-    for name in rng.sample(sorted(header.keys() - {"__metadata__"}), 40):
-        low, high = header[name]["data_offsets"]
-        place = begin + rng.randrange(low, high)
-        overwrite(file, place, bytes([data[place] ^ 1]))
-        for n, model in enumerate((folder, file)):
-            assert seen.setdefault(cache.hash_part(model, tmp_path), (name, n)) == (name, n), name
-        overwrite(file, place, data[place:place + 1])
-    assert seen[cache.hash_part(folder, tmp_path)] == "whole folder" and (tmp_path / "models.txt").exists()
-
-SAME = {"another name": lambda model: model.rename(model.with_name("renamed")),
-        "another time": lambda model: [os.utime(path, ns=(0, 0)) or model for path in model.iterdir()][0],
-        "a README": lambda model: (model / "README.md").write_text("x", "utf-8") and model,
-        "a hidden file": lambda model: (model / ".gitattributes").write_text("x", "utf-8") and model}
-
-@pytest.mark.parametrize("what", SAME)
-def test_what_does_not_matter_is_the_same_model(tmp_path, settled, what):
-    model = shutil.copytree(TINY / "transformer", tmp_path / "model")
-    before = cache.hash_part(model, tmp_path)
-    assert cache.hash_part(SAME[what](model), tmp_path) == before
-
-def test_a_model_is_read_once_and_again_when_it_has_changed(tmp_path, settled, monkeypatch):
-    model, read, real = shutil.copytree(TINY / "transformer", tmp_path / "model"), [], common.file_hash
-    monkeypatch.setattr(cache, "file_hash", lambda path: read.append(path.name) or real(path))
-    for want in ({"config.json", WEIGHTS}, set()):
-        cache.hash_part(model, tmp_path)
-        assert set(read) == want
-        read.clear()
-    change_weight(model)
-    cache.hash_part(model, tmp_path)
-    assert set(read) == {WEIGHTS}
-
-# ---- finished pictures and runs depend on what they are made of ------------------------------------------------------
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    """A folder with a model, its transformer as one file, a LoRA, a picture, a cache, and what predict.py has drawn."""
-    folder = tmp_path_factory.mktemp("drawn")
-    copy_model(folder / "model")
-    shutil.copy(TINY / "transformer" / WEIGHTS, folder / "one.safetensors")
-    (folder / "lora").mkdir()
-    lora_file(folder / "lora", {k: 0.1 * v for k, v in lora_tensors().items()})
-    save(paint_picture(), folder / "photos/a.bmp")
-    draw(folder)
-    return folder
-
-def draw(folder, *flags, lora="lora", base="one.safetensors"):
-    """-> whether predict.py drew the picture anew."""
-    result = run_script("predict.py", "--model", folder / "model", "--transformer", folder / base, "--lora",
-                        folder / lora, "--image", folder / "photos", "--prompt", "x", "--out_dir", folder / "out",
-                        "--cache_dir", folder / "cache", "--num_inference_steps", 2, *flags)
-    assert result.status == 0, result.err
-    return "there already" not in result.out
-
-def merged(folder, name="transformer_blocks.1.attn.to_q.weight"):
-    """The one file gets other weights in one layer, as by a merged LoRA: the same length."""
-    file = folder / "one.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    tensors[name] += 0.01 * tensors[name].abs().mean()
-    safetensors.torch.save_file(tensors, file)
-
-def other_shift(model):
-    config = model / "scheduler/scheduler_config.json"
-    config.write_text(json.dumps(json.loads(config.read_bytes()) | dict(max_shift=2.0)), "utf-8")
-
-def other_lora(folder):
-    lora_file(folder / "lora", {k: 0.2 * v for k, v in lora_tensors().items()})
-
-def other_picture(folder):
-    path = folder / "photos/a.bmp"
-    overwrite(path, path.stat().st_size - 300, bytes(range(200)))
-
-DRAWS = { # change -> whether the picture is another one
-    "nothing": (lambda f: [], False),
-    "merged base": (merged, True),
-    "scheduler": (lambda f: other_shift(f / "model"), True),
-    "VAE": (lambda f: change_weight(f / "model/vae"), True),
-    "text encoder": (lambda f: change_weight(f / "model/text_encoder"), True),
-    "LoRA": (other_lora, True),
-    "a picture edited in place, same length and time": (other_picture, True),
-    "strength": (lambda f: ["--lora_scale", 0.5], True),
-    "seed": (lambda f: ["--seed", 1], True),
-    "steps": (lambda f: ["--num_inference_steps", 3], True),
-    "shift": (lambda f: ["--shift", 2], True),
-    "size": (lambda f: ["--target_pixels", "96*96"], True),
-    "quantize": (lambda f: ["--quantize", "int8"], True),
-    "LoRA under another name": (lambda f: dict(lora=(f / "lora").rename(f / "other")), False),
-    "base under another name": (lambda f: dict(base=(f / "one.safetensors").rename(f / "two.safetensors")), False),
-    "tokens of a pass": (lambda f: ["--max_tokens", 100], False),
-    "moved cache": (lambda f: (f / "cache").rename(f / "elsewhere") and ["--cache_dir", f / "elsewhere"], False)}
-
-@pytest.mark.parametrize("change", DRAWS)
-def test_a_finished_picture_is_drawn_again_if_anything_that_decides_it_has_changed(drawn, tmp_path, change):
-    folder = shutil.copytree(drawn, tmp_path / "here")
-    make, another = DRAWS[change]
-    flags = make(folder)
-    assert (draw(folder, **flags) if isinstance(flags, dict) else draw(folder, *(flags or []))) == another
-
-RESUMED = { # change of the model's folder -> what the error names
-    "merged base": (merged, "model_hash"),
-    "scheduler": (lambda f: other_shift(f / "model"), "scheduler_hash"),
-    "text encoder": (lambda f: change_weight(f / "model/text_encoder"), "data_hash"),
-    "VAE": (lambda f: change_weight(f / "model/vae"), "data_hash"),
-    "a picture": (lambda f: save(paint_picture(seed=9), f / "data/control/cat.png"), "data_hash"),
-    "nothing": (lambda f: None, None), "README": (lambda f: (f / "model/scheduler/README.md").write_bytes(b"x"), None)}
-
-@pytest.mark.parametrize("change", RESUMED)
-def test_resume_compares_everything_that_decides_the_run(drawn, tmp_path, data, change):
-    folder = shutil.copytree(drawn, tmp_path / "here")
-    shutil.copytree(data, folder / "data")
-    flags = ["--data", folder / "data", "--val_data", "--model", folder / "model", "--transformer",
-             folder / "one.safetensors", "--cache_dir", folder / "cache", "--out_dir", folder / "run", *ON_DEVICE,
-             "--lr_scheduler", "constant", "--save_every", 1, "--batch_size", 2]
-    assert run_script("train.py", *flags, "--max_steps", 1).status == 0
-    make, named = RESUMED[change]
-    make(folder)
-    result = run_script("train.py", *flags, "--max_steps", 2, "--resume")
-    if named:
-        assert result.status == 1 and is_one_line(result.errors[-1], named), result.err
-    else:
-        assert result.status == 0 and steps_of(folder / "run") == [1, 2], result.err
 
 # ---- the bytes that are hashed are the bytes that are encoded --------------------------------------------------------
 
@@ -212,13 +60,14 @@ def test_validation_compares_with_what_was_encoded(tmp_path, data):
     """Not with what lies at its path now; and an index whose pictures were edited since is told."""
     val = add_item(tmp_path / "val", "dog")
     flags = ["--cache_dir", tmp_path / "c", *NATIVE]
+    few = ["--max_steps", 1, "--num_inference_steps", 2]
     run_script("cache.py", "--data", data, "--val_data", val, *ON_DEVICE, *flags)
     index = tmp_path / "c/tiny-val-val.json"
     rows = []
     edit = functools.partial(save, paint_picture(seed=99), val / "target/dog.png")
     for change in (lambda: None, edit, functools.partial(shutil.rmtree, val)):
         change()
-        result = train(data, tmp_path, "--val_data", index, *flags)
+        result = train(data, tmp_path, "--val_data", index, *few, *flags)
         assert result.status == 0, result.err
         record, = validations_of(tmp_path / f"run-{len(rows)}")
         rows.append(record["psnr"]["val"])
@@ -304,13 +153,14 @@ def test_prune_leaves_alone_what_predict_is_about_to_draw(tmp_path, photos, monk
 
 # ---- what processes assume of each other -----------------------------------------------------------------------------
 
-def sees_one_sample_less():
-    """For a child process: its view of the cache lacks a sample."""
+def sees_one_sample_less(place):
+    """For a child process: its view of the cache lacks a sample, of --data (place 0) or of --val_data (1)."""
     make = cache.make_cache
 
     def make_cache(*args, **kwargs):
-        samples, val_samples, *sizes = make(*args, **kwargs)
-        return samples[1:], val_samples, *sizes
+        found = list(make(*args, **kwargs))
+        found[place] = found[place][1:]
+        return found
     cache.make_cache = make_cache
 
 def sees_another_model():
@@ -318,17 +168,9 @@ def sees_another_model():
     real = cache.hash_part
     cache.hash_part = lambda place, cache_dir: "another" if place.name == "transformer" else real(place, cache_dir)
 
-def sees_one_validation_sample_less():
-    """Likewise of --val_data."""
-    make = cache.make_cache
-
-    def make_cache(*args, **kwargs):
-        samples, val_samples, *sizes = make(*args, **kwargs)
-        return samples, val_samples[1:], *sizes
-    cache.make_cache = make_cache
-
-@pytest.mark.parametrize("view, named", [(sees_one_sample_less, "data_hash"), (sees_another_model, "model_hash"),
-                                         (sees_one_validation_sample_less, "val_data")])
+@pytest.mark.parametrize("view, named", [
+    (functools.partial(sees_one_sample_less, 0), "data_hash"), (sees_another_model, "model_hash"),
+    (functools.partial(sees_one_sample_less, 1), "val_data")], ids=["data", "model", "validation"])
 def test_processes_with_different_views_are_refused(tmp_path, small, start, view, named):
     flags = [*small.flags, "--val_data", small.folder / "data", "--cache_dir", tmp_path / "c", "--max_steps", 2]
     ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "run", preludes=[None, view])

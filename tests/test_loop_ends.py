@@ -7,7 +7,6 @@ $ python -m pytest -q tests/test_loop_ends.py --full    # every line of the loop
 import ast
 import builtins
 import errno
-import functools
 import gc
 import json
 import shutil
@@ -29,7 +28,7 @@ from training import best_step, run_folder, run_log, validation
 import predict
 import rope_patch
 from tests.harness import (FULL, HERE, assert_bitwise, assert_same_run, is_one_line, log_of, run_script, start_ranks,
-                           steps_of, validations_of)
+                           steps_of, validations_of, works)
 
 STEPS = 4
 
@@ -38,8 +37,7 @@ def whole(small, tmp_path_factory):
     """A training of four steps that nothing disturbs, with a checkpoint of each; its flags; LoRAs by step."""
     folder = tmp_path_factory.mktemp("whole")
     flags = [*small.flags, "--max_steps", STEPS, "--warmup_steps", 0, "--lora_rank", 1]
-    result = run_script("train.py", *flags, "--save_every", 1, "--keep", 9, "--out_dir", folder / "run")
-    assert result.status == 0, result.err
+    works("train.py", *flags, "--save_every", 1, "--keep", 9, "--out_dir", folder / "run")
     loras = {step: predict.read_lora(folder / f"run/checkpoint-{step:06d}").state for step in range(1, STEPS + 1)}
     return SimpleNamespace(run=folder / "run", flags=[*flags, "--save_every", 100], loras=loras,
                            cache=shutil.copytree(small.cache, folder / "cache")) # for pictures of a validation
@@ -157,8 +155,7 @@ def failing_log(patch, numbers, half=False):
         return real(file, mode, *args, **kwargs)
     patch.setattr(builtins, "open", open_file)
 
-@pytest.mark.parametrize("numbers", [[2], [2, 3], [1, 4]])
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("numbers, half", [([2], False), ([2, 3], True), ([1, 4], True)])
 def test_a_log_that_fails_is_one_warning_and_its_lines_come_later_in_order(whole, tmp_path, monkeypatch, numbers, half):
     """Also behind half a line, which is taken away; at the end the log is that of the undisturbed run."""
     failing_log(monkeypatch, numbers, half)
@@ -216,15 +213,16 @@ def test_a_log_that_cannot_be_read_deletes_no_checkpoint_and_ends_no_run(whole, 
     assert result.status == 0 and result.err.count("warning: old checkpoints: ") == 1, result.err
     assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
 
-@pytest.mark.parametrize("place", ["pictures", "base", "report", "loss", "best", "disk"])
+@pytest.mark.parametrize("place", ["pictures", "memory", "base", "report", "loss", "best", "disk"])
 def test_a_validation_that_fails_is_a_warning_and_changes_no_step(whole, small, tmp_path, monkeypatch, place):
     """Its pictures, their report, its loss; what worked is in the log."""
     flags = [*whole.flags, "--val_data", small.folder / "data", "--val_pictures", 1, "--sample_every", 2,
              "--num_inference_steps", 2, "--cache_dir", whole.cache]
-    where = dict(pictures=(predict, "generate_samples"), base=(validation.Drawer, "compare"),
-                 best=(best_step, "describe"), report=(validation.Drawer, "report"), loss=(common, "progress"),
-                 disk=(predict, "save_png"))[place]
-    error = common.InputError("samples/x.png: cannot be written; mend it") if place == "disk" else Planted("planted")
+    where = dict(pictures=(predict, "generate_samples"), memory=(predict, "generate_samples"),
+                 loss=(common, "progress"), base=(validation.Drawer, "compare"), best=(best_step, "describe"),
+                 report=(validation.Drawer, "report"), disk=(predict, "save_png"))[place]
+    errors = dict(disk=common.InputError("samples/x.png: cannot be written; mend it"), memory=torch.OutOfMemoryError())
+    error = errors.get(place, Planted("planted"))
     real = common.progress
     if place == "loss":
         def progress(what, *args, **options):
@@ -236,25 +234,20 @@ def test_a_validation_that_fails_is_a_warning_and_changes_no_step(whole, small, 
         failing(monkeypatch, *where, None, error)
     result = run_script("train.py", *flags, "--out_dir", tmp_path / "run")
     assert result.status == 0 and result.err.count("warning: ") == 1, result.err
+    assert ("no memory for the validation" in result.err) == (place == "memory")
     assert_same_run(tmp_path / "run", whole.run)
     assert len(validations_of(tmp_path / "run")) == (0 if place == "loss" else 2)
 
 # ---- what ends a run saves first -------------------------------------------------------------------------------------
 
-CALLS = { # what the loop calls: (module, name, at which call)
-    "load": ("cache", "load_latents", 6), "forward": ("rope_patch", "run_packed", 3),
-    "clip": ("torch.nn.utils", "clip_grad_norm_", 3), "seed": ("torch", "manual_seed", 5),
-    "versions": ("training.failures", "versions_of", 3),
-    "zero_grad": ("torch.optim.Muon", "zero_grad", 2), "step": ("torch.optim.Muon", "step", 3)}
-
-@pytest.mark.parametrize("place", CALLS)
-@pytest.mark.parametrize("error", [Planted, KeyboardInterrupt, Left])
-def test_what_a_called_function_raises_ends_the_run_with_its_last_whole_step(whole, tmp_path, place, error):
-    """Also a Ctrl-C that somebody has not noted, or a library's sys.exit. The line says which step is saved."""
-    if place not in ("step", "forward") and error is not Planted and not FULL:
-        pytest.skip("--full")
-    module, name, call = CALLS[place]
-    owner = torch.optim.Muon if module.endswith("Muon") else sys.modules[module]
+@pytest.mark.parametrize("owner, name, call, error", [
+    (cache, "load_latents", 6, Planted), (rope_patch, "run_packed", 3, KeyboardInterrupt),
+    (torch, "manual_seed", 5, Left), (torch.optim.Muon, "step", 3, KeyboardInterrupt),
+    (torch.optim.Muon, "zero_grad", 2, Left)],
+    ids=lambda value: getattr(value, "__name__", str(value)))
+def test_what_a_called_function_raises_ends_the_run_with_its_last_whole_step(whole, tmp_path, owner, name, call, error):
+    """In a thread that loads; a Ctrl-C that somebody has not noted; a library's sys.exit. The line says which step is
+    saved."""
     with pytest.MonkeyPatch.context() as patch:
         armed = failing(patch, owner, name, [call], error)
         try:
@@ -265,8 +258,7 @@ def test_what_a_called_function_raises_ends_the_run_with_its_last_whole_step(who
     assert len(armed) >= call # (what a thread loads may be ahead)
     tqdm._instances.clear()
     check_newest(tmp_path / "run", whole, 1)
-    result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--resume")
-    assert result.status == 0, result.err
+    works("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--resume")
     assert_bitwise(predict.read_lora(tmp_path / "run").state, predict.read_lora(whole.run).state)
 
 @pytest.mark.parametrize("code", [0, None])
@@ -308,18 +300,14 @@ def failing_disk(patch, calls):
     patch.setattr(tensor_files, "write_tensors", write_tensors)
     return made
 
-def test_a_checkpoint_that_a_full_disk_refuses_is_tried_after_the_next_step(whole, tmp_path, monkeypatch):
-    """One warning, and the checkpoint of the next step."""
-    failing_disk(monkeypatch, [1])
+@pytest.mark.parametrize("calls, saved", [([1], [3, 4]), ([1, 2], [4])])
+def test_a_checkpoint_that_a_full_disk_refuses_is_tried_after_the_next_step(whole, tmp_path, monkeypatch, calls, saved):
+    """One warning, however long the disk stays full, and the checkpoint of the first step that fits."""
+    failing_disk(monkeypatch, calls)
     result = run_script("train.py", *whole.flags, "--save_every", 2, "--out_dir", tmp_path / "run")
     assert result.status == 0 and result.err.count("warning: ") == 1 and "tried again" in result.err
-    assert steps_of(tmp_path / "run") == [3, 4]
+    assert steps_of(tmp_path / "run") == saved
     assert_same_run(tmp_path / "run", whole.run)
-
-def test_a_disk_that_stays_full_for_some_steps_is_one_warning_and_a_second_time_another(whole, tmp_path, monkeypatch):
-    failing_disk(monkeypatch, [1, 2])
-    result = run_script("train.py", *whole.flags, "--save_every", 2, "--max_steps", 6, "--out_dir", tmp_path / "run")
-    assert result.status == 0 and result.err.count("warning: ") == 1 and steps_of(tmp_path / "run") == [4, 6]
 
 def test_what_has_failed_is_not_held():
     """Or the tensors of a validation that is out of memory would stay, and the next step would be, too."""
@@ -361,17 +349,15 @@ def test_a_disk_that_stays_full_ends_the_run_when_the_next_is_due(whole, tmp_pat
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--resume").status == 0
     assert_same_run(tmp_path / "run", whole.run)
 
-def fail_at_step(name, number):
-    """For a child process: this function of the packed model, or of the data, fails there at the n-th call."""
-    owner = cache if name == "load_latents" else rope_patch
-    failing(pytest.MonkeyPatch(), owner, name, [number], Planted("planted"))
+def fails_at_step_3():
+    """For a child process: a forward pass."""
+    failing(pytest.MonkeyPatch(), rope_patch, "run_packed", [3], Planted("planted"))
 
-@pytest.mark.parametrize("name, number", [("run_packed", 3), ("load_latents", 3)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_if_one_of_two_processes_fails_both_leave_and_the_first_one_saves(tmp_path, small, start, name, number, rank):
-    """None waits for the other."""
+def test_if_one_of_two_processes_fails_both_leave_and_the_first_one_saves(tmp_path, small, start, rank):
+    """None waits for the other. (A sample that cannot be loaded: test_identity.py.)"""
     preludes = [None, None]
-    preludes[rank] = functools.partial(fail_at_step, name, number)
+    preludes[rank] = fails_at_step_3
     flags = [*small.flags, "--save_every", 100, "--out_dir", tmp_path / "run"]
     ranks = start_ranks(start, *flags, preludes=preludes)
     assert [process.wait() for process in ranks] == [1, 1]

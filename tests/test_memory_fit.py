@@ -1,6 +1,5 @@
 """training/memory_fit.py: on a GPU, as few blocks are computed again as its memory allows. Here bytes are counted on a
 CPU."""
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,8 +18,8 @@ import predict
 import rope_patch
 from training import memory_fit, plan
 from tests import varlen_cpu # which gives torch's variable-length attention a CPU kernel
-from tests.harness import (FULL, TINY, assert_bitwise, copy_model, curve, hot_model, is_one_line, log_of, lora_of,
-                           make_batch, patched_copy, recipe, run, run_script, start_ranks)
+from tests.harness import (as_strangers, assert_bitwise, copy_model, curve, hot_model, is_one_line, log_of, lora_of,
+                           make_batch, patched_copy, recipe, run, run_script, start_ranks, works)
 
 BLOCKS = 10
 
@@ -60,10 +59,10 @@ def test_no_pack_is_larger_than_the_largest(batch_size, max_tokens):
     assert got == most
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 8])
-def test_with_several_processes_a_pack_has_fewer_samples(processes, flags, tmp_path, monkeypatch):
+def test_with_several_processes_a_pack_has_fewer_samples(processes, monkeypatch):
     """What train.py deals out is never larger than the largest pack, which comes. Each process gets a sample before one
     gets a second."""
-    deal_packs = run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--max_steps", 1).globals["deal_packs"]
+    deal_packs = recipe()["deal_packs"]
     monkeypatch.setitem(deal_packs.__globals__, "world_size", processes)
     lengths, args = {17, 11, 30, 8}, deal_packs.__globals__["args"]
     monkeypatch.setattr(args, "batch_size", 4), monkeypatch.setattr(args, "max_tokens", 60)
@@ -150,17 +149,6 @@ def test_with_fsdp_no_try_comes_near_the_edge():
         assert max(tried[1:], default=0) <= memory_fit.EDGE * free
         assert kept == 60 or adds > memory_fit.EDGE * free - 61
 
-def test_memory_that_runs_out_in_a_pass_is_inf(monkeypatch):
-    real = memory_fit.measure # before a test puts count_bytes there
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 7)
-    for name in ("reset_peak_memory_stats", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: None)
-    def full():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    assert real(full, "cuda:0") == (math.inf, math.inf) and real(lambda: None, "cuda:0")[0] == 0
-    assert real(lambda: time.sleep(0.1), "cuda:0")[1] >= 0.1
-
 def hot_transformer():
     model = patched_copy(hot_model(dtype=torch.float32, num_layers=BLOCKS)).requires_grad_(False)
     predict.add_lora(model, r=4, target_modules=["to_q", "net.2"], init_lora_weights=False)
@@ -171,25 +159,6 @@ def flow_loss(model, items):
     preds = rope_patch.run_packed(model, latents, [i.prompt for i in items], torch.stack([i.s for i in items]),
                                   [i.img_shapes for i in items])
     return [(pred - i.velocity).square().mean() for pred, i in zip(preds, items)]
-
-def test_what_is_kept_fits_and_nothing_else_was_tried(card, monkeypatch):
-    args = SimpleNamespace(batch_size=2, max_tokens=900, device="cpu", compile=False, fsdp=False, ema=0)
-    model, said, tried = hot_transformer(), [], []
-    checkpoint = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False)
-    monkeypatch.setattr(plan.LiveBytes, "__exit__", lambda self, *args: (
-        tried.append(self.peak), super(plan.LiveBytes, self).__exit__(*args))[1])
-    learning = memory_fit.learning_bytes(model, args)
-    assert learning == 5 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    found = []
-    for room in (0, 76, 86, 10**6):
-        card(learning + room * 2**20)
-        tried.clear()
-        found.append(BLOCKS - memory_fit.keep_what_fits(model, {400, 300}, 0, recipe()["Item"], flow_loss, checkpoint,
-                                                 args, said.append))
-        assert len(tried) == 2 or max(tried[2:]) <= room * 2**20 # (all blocks are recomputed in the first two)
-        assert f"{found[-1]} blocks are kept; a pass of 800 tokens, the largest, takes" in said[-1]
-        assert all(p.grad is None for p in model.parameters())
-    assert found[0] == 0 < found[1] < found[2] < found[3] == BLOCKS
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_attention_that_is_kept_is_not_computed_again(dropout, monkeypatch):
@@ -227,6 +196,11 @@ def test_room_and_measure_ask_torch_for_the_right_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     assert memory_fit.measure(lambda: have.update(max_memory_allocated=25), "cuda")[0] == 25 - 4
     assert have["max_memory_allocated"] == 4 # the log's `memory` is the training's
+    assert memory_fit.measure(lambda: time.sleep(0.1), "cuda")[1] >= 0.1
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert memory_fit.measure(full, "cuda") == (math.inf, math.inf)
 
 def test_lengths_are_all_that_can_be_drawn():
     pictures = [[(1, 2, 3), (1, 4, 5)], [(1, 20, 30), (1, 4, 5)]]
@@ -234,14 +208,29 @@ def test_lengths_are_all_that_can_be_drawn():
         ("a", True): dict(tokens=1000), ("", True): dict(tokens=2000), ("a", False): dict(tokens=5000)})
     assert memory_fit.lengths_of([sample], recipe()["Pick"]) == {1026, 2026, 5006, 1620, 2620, 5600}
 
-def fitted(model, room, **changes):
+def fitted(model, room, varlen=True, **changes):
     """-> (kept blocks, what is said)."""
     flags = dict(batch_size=2, max_tokens=900, device="cpu", compile=False, fsdp=False, ema=0) | changes
     recompute, said = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False), []
-    on_a_card(memory_fit.learning_bytes(model, SimpleNamespace(**flags)) + room, varlen=True)
+    on_a_card(memory_fit.learning_bytes(model, SimpleNamespace(**flags)) + room, varlen)
     recomputed = memory_fit.keep_what_fits(model, {400, 300}, 0, recipe()["Item"], flow_loss, recompute,
-                                    SimpleNamespace(**flags), said.append)
-    return BLOCKS - recomputed, said[0]
+                                           SimpleNamespace(**flags), said.append)
+    return BLOCKS - recomputed, said[-1]
+
+def test_what_is_kept_fits_and_nothing_else_was_tried(card, monkeypatch):
+    model, tried, found = hot_transformer(), [], []
+    monkeypatch.setattr(plan.LiveBytes, "__exit__", lambda self, *args: (
+        tried.append(self.peak), super(plan.LiveBytes, self).__exit__(*args))[1])
+    parameters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert memory_fit.learning_bytes(model, SimpleNamespace(ema=0)) == 5 * parameters
+    for room in (0, 76, 86, 10**6):
+        tried.clear()
+        kept, said = fitted(model, room * 2**20, varlen=False)
+        found.append(kept)
+        assert len(tried) == 2 or max(tried[2:]) <= room * 2**20 # (all blocks are recomputed in the first two)
+        assert f"{kept} blocks are kept; a pass of 800 tokens, the largest, takes" in said
+        assert all(p.grad is None for p in model.parameters())
+    assert found[0] == 0 < found[1] < found[2] < found[3] == BLOCKS
 
 @pytest.mark.parametrize("changes, keeps", [({}, True), (dict(compile=True), False)])
 def test_attention_is_kept_where_that_is_said(changes, keeps, card, monkeypatch):
@@ -300,17 +289,6 @@ def real_transformer(blocks):
     predict.add_lora(model, r=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
     return model
 
-def test_a_kept_block_counts_what_the_kernels_of_a_card_keep(monkeypatch):
-    """A quarter to a third less than a CPU's, which take norms and gates apart, in fp32."""
-    def kept_block():
-        takes = [plan.step_bytes(real_transformer(4), recipe()["Item"], flow_loss, [memory_fit.shape_of(2000)], n)
-                 for n in (1, 2)]
-        return takes[0] - takes[1]
-    card = kept_block()
-    for name in ("object", "dict"):
-        monkeypatch.setattr(plan.patch, name, lambda *args, **kwargs: contextlib.nullcontext())
-    assert 0.68 < card / kept_block() < 0.75
-
 def test_the_counted_time_is_that_of_its_parts():
     """Four samples of 8,450 tokens; the sums that were made by hand, of a sample: matrix products 0.54 s, attention
     0.69, all else 0.23 on an H200 if all is computed again; 0.36, 0.56 and 0.16 if all is kept."""
@@ -330,85 +308,18 @@ def test_the_counted_time_is_that_of_its_parts():
              for args in ((0, False, 0), (1, False, 0), (1, True, 0), (1, False, 0, 0))]
     assert waits == pytest.approx([plan.HOST[kind] for kind in ("kept", "recomputed", "selective", "forward")])
 
-@pytest.mark.skipif(not FULL, reason="40 seconds: --full")
-def test_the_plan_tells_the_time_of_the_flags_as_given(tmp_path, monkeypatch):
-    """Of 8 blocks of the real width, on two cards: a large one, which copies slowly, and one of 3 GB."""
-    folder = copy_model(tmp_path / "real", "*.safetensors")
-    file = folder / "transformer/config.json"
-    file.write_text(json.dumps(json.loads(file.read_bytes()) | dict(
-        num_layers=8, num_attention_heads=24, attention_head_dim=128, joint_attention_dim=3584,
-        axes_dims_rope=[16, 56, 56])), encoding="utf-8")
-    rates = 640, 400, 310, 3.6, 0.1, 50
-    monkeypatch.setattr(plan, "RATES", {"Large": (10**4, *rates), "Small": (3, *rates)})
-
-    def planned(*more):
-        """-> seconds and hours of the lower end, recomputed blocks, the output."""
-        result = run_script("train.py", "--plan", "--model", folder, "--data", TINY / "data", "--dtype", "bfloat16",
-                            "--target_pixels", "512*512", "--control_pixels", "512*512", "--device", "cpu",
-                            "--val_data", "--cache_dir", tmp_path / "c", "--batch_size", 1, "--lora_targets", "to_q",
-                            "to_k", "to_v", "to_out.0", *more)
-        assert result.status == 0, result.err
-        numbers = [re.search(rf"^{row}.*? +([\d.]+)-?([\d.]*)\*? +-$", result.out, re.M).groups()
-                   for row in ("in all", "a step", "of 8 blocks")] # of the first column; the other card has no room
-        (hours, most_hours), (seconds, most_seconds), (again, _) = numbers
-        seconds, most_seconds, hours, most_hours, again = map(
-            float, (seconds, most_seconds, hours, most_hours, again))
-        assert [most_seconds, most_hours] == pytest.approx([3 * seconds, 3 * hours], abs=0.2)
-        return seconds, hours, again, result.out
-
-    def column(n, out):
-        return [float(x) for x in re.findall(r"^" + r" +[\d.]+" * n + r" +([\d.]+)", out, re.M)]
-    seconds, hours, again, out = planned("--max_steps", 36000)
-    assert again == 0 and "-: does not fit" in out and hours == pytest.approx(10 * seconds, abs=0.6)
-    tokens = int(re.search(r"come of ([\d,]+) tokens", out)[1].replace(",", ""))
-    for recomputed, got in zip((8, 0), column(2, out)): # counted block by block
-        shapes = [memory_fit.shape_of(tokens)]
-        takes = plan.step_bytes(real_transformer(8), recipe()["Item"], flow_loss, shapes, recomputed)
-        assert got == pytest.approx(takes / plan.GIB, rel=0.03)
-    assert planned("--gradient_checkpointing", 7)[2] == 7
-    seconds, _, _, out = planned("--offload", "all")
-    assert seconds == pytest.approx(2 * column(4, out)[0] * plan.GIB / 0.1e9, rel=0.02) # copied twice
-
 # ---- in train.py -----------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def flags(small, tmp_path_factory):
     """small.flags for a model that has no number of blocks among its defaults, as tiny has."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    folder.mkdir()
-    for path in TINY.iterdir():
-        if path.is_dir() and path.name != "transformer":
-            (folder / path.name).symlink_to(path)
-    (folder / "model_index.json").symlink_to(TINY / "model_index.json")
-    (folder / "transformer").mkdir()
-    for path in (TINY / "transformer").iterdir():
-        (folder / "transformer" / path.name).symlink_to(path)
-    config = folder / "transformer/config.json"
-    text = json.dumps(json.loads(config.read_bytes()), separators=(",", ":"))
-    config.unlink()
-    config.write_text(text, "utf-8") # without the space by which tiny is known
+    folder = as_strangers(copy_model(tmp_path_factory.mktemp("model") / "tiny"))
     return [*small.flags, "--model", folder, "--max_steps", 3, "--dtype", "float32"]
 
 def trained(flags, folder):
-    result = run_script("train.py", *flags, "--out_dir", folder)
-    assert result.status == 0, result.err
+    result = works("train.py", *flags, "--out_dir", folder)
     recomputed = re.search(r"the backward pass computes (\d) of 3 blocks again", result.out) # no line if it is none
     return int(recomputed[1]) if recomputed else 0, curve(log_of(folder)), lora_of(folder)
-
-@pytest.mark.parametrize("more", [[], ["--lora_dropout", 0.5], ["--offload", "all"]],
-                         ids=["plain", "dropout", "offload"])
-def test_a_run_is_the_same_to_the_bit_whatever_fits(flags, more, card, tmp_path):
-    numbers = []
-    for n, room in enumerate((None, 10**6, 10**12)): # no card; one that is full; one that is empty
-        if room:
-            card(room)
-        recomputed, curve, lora = trained([*flags, *more], tmp_path / f"{n}")
-        numbers.append(recomputed)
-        if n == 0:
-            want = curve, lora
-        assert curve == want[0]
-        assert_bitwise(lora, want[1])
-    assert numbers == [3, 3, 0]
 
 def test_a_resumed_run_may_keep_another_number(flags, card, tmp_path):
     want = trained(flags, tmp_path / "want")
@@ -433,24 +344,30 @@ def little_room(flags, tmp_path_factory):
 
 @pytest.mark.parametrize("more", [[], ["--lora_dropout", 0.5], ["--offload", "all"]],
                          ids=["plain", "dropout", "offload"])
-def test_kept_attention_changes_no_bit_of_a_run(flags, more, little_room, card, tmp_path):
-    card(10**12, varlen=True)
-    want = trained([*flags, *more], tmp_path / "want")
-    card(int(1.3 * little_room), varlen=True)
-    got = trained([*flags, *more], tmp_path / "got")
-    assert want[0] == 0 < got[0] and got[1] == want[1]
-    assert_bitwise(got[2], want[2])
+def test_a_run_is_the_same_to_the_bit_whatever_fits(flags, more, little_room, card, tmp_path):
+    """No card; one that is full; one that is empty; and, where attention is one kernel, one that is empty, and one
+    with room for the attention of all blocks."""
+    def run_on(name, *room, **more_of_card):
+        if room:
+            card(*room, **more_of_card)
+        return trained([*flags, *more], tmp_path / name)
+    runs = [run_on("none"), run_on("full", 10**6), run_on("empty", 10**12)]
+    one_kernel = [run_on("one kernel", 10**12, varlen=True), run_on("some", int(1.3 * little_room), varlen=True)]
+    assert [recomputed for recomputed, *_ in runs] == [3, 3, 0] and one_kernel[0][0] == 0 < one_kernel[1][0]
+    for want, *others in (runs, one_kernel):
+        for got in others:
+            assert got[1] == want[1]
+            assert_bitwise(got[2], want[2])
 
 @pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["data parallel", "fsdp"])
 def test_all_processes_keep_what_the_smallest_room_allows(flags, start, tmp_path, little_room, more):
     """And train what they would have trained with all blocks computed again."""
     some = int((2 if more else 1.3) * little_room) # (FSDP gathers a block in memory that this counts too)
-    for name, rooms in (("none", (0, 0)), ("less", (10**12, 0)), ("all", (10**12,) * 2), ("some", (some,) * 2)):
+    for name, rooms in (("none", (0, 0)), ("less", (10**12, 0)), ("some", (some,) * 2)):
         preludes = [functools.partial(on_a_card, room, varlen=True) for room in rooms]
         ranks = start_ranks(start, *flags, *more, "--out_dir", tmp_path / name, preludes=preludes)
         assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
-        said = re.search(r"computes (\d) of 3 blocks again", ranks[0].output())
-        assert not said if name == "all" else said[1] == "3"
+        assert "computes 3 of 3 blocks again" in ranks[0].output()
         assert ("and the attention of the other" in ranks[0].output()) == (name == "some")
         assert curve(log_of(tmp_path / name)) == curve(log_of(tmp_path / "none"))
 

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -18,7 +19,6 @@ from safetensors.torch import save_file
 
 import common
 from library.cli import command_line
-from library.data import dataset
 from library.lora import lora_paths
 from library.models import environment, hub
 from tests.harness import (HERE, add_item, is_one_line, lora_file, lora_tensors, paint_picture, refused, run_script,
@@ -68,7 +68,7 @@ def test_of_several_rows_those_count_whose_flag_the_script_has():
 
 # ---- the first hour: what is typed, and what the one line must hold to help ------------------------------------------
 
-RUN, MODEL = "out/tiny-photos-001", "Qwen/Qwen-Image-Edit-2509"
+RUN = "out/tiny-photos-001"
 PHOTO = "predict.py --image photo.jpg --prompt x " # a command to which a slip is added
 PAIRS = "train.py --data photos "
 LONG = "make it warm, " * 30
@@ -136,6 +136,13 @@ MISSES = [
     ("tools/page.py out", f"give {RUN}"), (f"tools/page.py {RUN}/log.jsonl", f"give {RUN}"),
     ("train.py --data Photos", "give photos"), ("train.py --data photos/target", "give photos"),
     ("train.py --data s3://bucket/photos", "an address; copy what is there into a folder"),
+    ("cache.py --data photo_val", "photo_val: does not exist; give photos_val"),
+    (PAIRS + "--val_data photoz", "photoz: does not exist; give photos"),
+    ("tools/import_data.py photoz x", "give photos"), ("tools/import_data.py x --target photoz --alone", "give photos"),
+    ("cache.py --data no/photo", "does not exist; check the name"), ("train.py --data photo.jpg", "a picture"),
+    ("train.py --data photos/target/a.png", "give photos"),
+    ("tools/import_data.py src out --mask c --control a b", "import_data.py out --target src --control a b"),
+    ("tools/import_data.py src out --target t --control a", "src: "),
     ("tools/doctor.py photo", "give photos"), ("train.py --data before after", "tools/import_data.py converts"),
     ("tools/doctor.py config.yaml", "first python tools/import_data.py config.yaml OUT"),
     ("tools/doctor.py photos photos", "given twice; give each once"),
@@ -198,51 +205,11 @@ def test_no_order_of_odd_words_ends_in_a_traceback(first_hour, script):
         assert result.status in (1, 2) and len(result.err.splitlines()) == 1, (words, result.err)
         assert is_one_line(result.errors[0]), (words, result.err)
 
-# ---- folders ---------------------------------------------------------------------------------------------------------
-
-@pytest.fixture
-def two(tmp_path):
-    """-> a folder with the datasets photos and photos_val."""
-    for name in ("photos", "photos_val"):
-        add_item(tmp_path / name, "a")
-    save(paint_picture(), tmp_path / "photo.jpg")
-    return tmp_path
-
-@pytest.mark.parametrize("typed, meant", [("photo", "photos"), ("photo_val", "photos_val"), ("photoz", "photos")])
-def test_a_dataset_that_is_not_there_is_answered_with_the_nearest_one(two, typed, meant):
-    for script, *flags in (["train.py", "--data"], ["train.py", "--data", two / "photos", "--val_data"],
-                           ["cache.py", "--data"], ["tools/doctor.py"]):
-        assert f"{two / typed}: does not exist; give {two / meant}" in answer(script, *flags, two / typed, status=1)
-    assert f"does not exist; give {two / meant}" in answer("tools/import_data.py", two / typed, two / "x", status=1)
-    line = answer("tools/import_data.py", two / "x", "--target", two / typed, "--alone", status=1)
-    assert f"give {two / meant}" in line
-
-def test_what_is_near_nothing_is_to_be_checked(two):
-    for name in ("cats", "photo.jsonl", "no/photo"):
-        assert "does not exist; check the name" in answer("cache.py", "--data", two / name, status=1)
-
-def test_a_part_of_a_dataset_is_answered_with_the_dataset(two):
-    for part in ("target", "control", "target/a.png"):
-        assert f"give {two / 'photos'}" in answer("train.py", "--data", two / "photos" / part, status=1)
-    assert "a picture" in answer("train.py", "--data", two / "photos/target/a.png", status=1)
-    line = answer("train.py", "--data", two / "photo.jpg", status=1)
-    assert "a picture" in line and "give" not in line and dataset.LAYOUT in line
-    (two / "other/target").mkdir(parents=True) # a name alone makes no dataset
-    assert f"give {two / 'other'}" not in answer("train.py", "--data", two / "other/target", status=1)
-
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 def test_areas_have_limits_that_are_allowed():
     assert command_line.pixels("32x32") == 1024 and command_line.pixels("12500*12800") == common.MAX_PIXELS
     assert command_line.pixels("native") == "native" and command_line.pixels("4097") == 4097
-
-def test_import_data_needs_no_source_beside_control(tmp_path):
-    """The line is the command that is meant, also in another order."""
-    for flags in (["src", "out", "--control", "a", "b"], ["src", "out", "--mask", "c", "--control", "a", "b"]):
-        line = answer("tools/import_data.py", *flags, status=2)
-        assert "there is no SOURCE" in line and "import_data.py out --target src --control a b" in line
-    line = answer("tools/import_data.py", "src", "out", "--target", "t", "--control", "a", status=2)
-    assert "src: " in line and "--target" in line and "put a text in quotes" not in line
 
 @pytest.mark.parametrize("name, remedy", [
     ("Qwen/Qwen-Image-Edit-2512", "give Qwen/Qwen-Image-Edit-2511, "), ("tinny", "give tiny, "),
@@ -312,17 +279,18 @@ AT_ONCE = [
     "predict.py --image photo.jpg --prompt x --lora out/tiny-b", "tools/prune.py cach", "tools/page.py out/tiny-a",
     "tools/convert_lora.py out/tiny-b --to comfyui --out x.safetensors", "tools/measure.py photos photo"]
 
-def test_a_near_miss_imports_nothing_slow(two):
+def test_a_near_miss_imports_nothing_slow(first_hour, tmp_path):
     """Also where a run of tiny is there, whose LoRA predict.py would take. Among what is answered at once is a list
     with bad lines only, a folder whose pictures cannot be read, and what a machine without a card cannot do."""
-    save(paint_picture(), two / "out/tiny-a-001" / lora_paths.LORA_FILE, format="PNG")
-    (two / "empty").mkdir()
-    (two / "empty/text.jpg").write_text("x", "utf-8")
-    (two / "bad.jsonl").write_text('{"image": "photo.jpg"}\n{"image": "gone.jpg", "prompt": "x"}\n', "utf-8")
+    home = shutil.copytree(first_hour, tmp_path / "home")
+    save(paint_picture(), home / "out/tiny-a-001" / lora_paths.LORA_FILE, format="PNG")
+    (home / "empty").mkdir()
+    (home / "empty/text.jpg").write_text("x", "utf-8")
+    (home / "bad.jsonl").write_text('{"image": "photo.jpg"}\n{"image": "gone.jpg", "prompt": "x"}\n', "utf-8")
     commands = AT_ONCE + (NO_CARD if environment.no_card() else [])
     words = [[str(HERE / script), *flags] for script, *flags in map(str.split, commands)]
     env = os.environ | dict(PYTHONPATH=str(HERE))
-    result = subprocess.run([sys.executable, "-c", SLOW, json.dumps(words)], cwd=two, env=env, capture_output=True,
+    result = subprocess.run([sys.executable, "-c", SLOW, json.dumps(words)], cwd=home, env=env, capture_output=True,
                             encoding="utf-8")
     found = dict(zip(commands, result.stdout.splitlines()))
     assert found == dict.fromkeys(commands, "True"), (found, result.stderr)

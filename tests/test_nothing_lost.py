@@ -13,22 +13,15 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
 
 import common
 import predict
 from tests.harness import (HERE, TINY, add_item, is_one_line, is_whole, lora_file, lora_tensors, paint_picture,
-                           run_script, save)
+                           run_script, save, works)
 
 # ---- which flags name an output --------------------------------------------------------------------------------------
 
-# Every flag, and every argument without a flag, whose value may be a name stands in one of these two.
-OUTPUTS = """
-cache.py --cache_dir; predict.py --cache_dir --out --out_dir; train.py --cache_dir --out_dir
-tools/convert_lora.py --out; tools/doctor.py --align --out; tools/gpu_check.py --out; tools/import_data.py out
-tools/lean_train.py --cache_dir --out_dir; tools/measure.py --json; tools/page.py --out run; tools/prune.py cache_dir
-tiny/make_data.py --out; tiny/make_tiny.py --out
-"""
+# Every flag, and every argument without a flag, whose value may be a name has a case below, or stands here.
 OTHERS = """
 --model --data --val_data --device --vae_device --text_encoder_device --transformer_device --preserve_prompts --image
 --prompt --jobs --lora --sample_lora --negative_prompt --transformer --lora_targets --pretrained_lora --optimizer
@@ -75,14 +68,14 @@ SCRIPTS = sorted(path.relative_to(HERE).as_posix() for pattern in PATTERNS
                  for path in HERE.glob(pattern) if re.search(r"^(    )?parser = ", path.read_text("utf-8"), re.M))
 
 def test_each_flag_that_takes_a_name_is_known_to_be_an_output_or_not(monkeypatch):
-    """A new one that stands in neither list fails here; an output without a case below fails in the next test."""
-    outputs, others = listed(OUTPUTS), listed(OTHERS)
+    """A new one that has no case and stands not among the others fails here."""
+    outputs, others = listed("\n".join(CASES)), listed(OTHERS)
     assert len(SCRIPTS) >= 12 and set(outputs) <= set(SCRIPTS)
     for script in SCRIPTS:
         with monkeypatch.context() as patch:
             names = flags_of(script, patch)
         known = set(outputs.get(script, [])) | set(others.get(script, [])) | set(others[""])
-        assert names <= known, f"{script}: {names - known}: does it name an output? see OUTPUTS"
+        assert names <= known, f"{script}: {names - known}: does it name an output? see CASES"
         assert set(outputs.get(script, [])) <= names, script
 
 # ---- what the user has there survives --------------------------------------------------------------------------------
@@ -97,9 +90,7 @@ def made(tmp_path_factory):
     add_item(add_item(folder / "data", "a"), "b")
     for name in ("one/cat", "two/cat"):
         save(paint_picture((64, 64), seed=len(name) + ord(name[0])), folder / f"{name}.png")
-    run = run_script("train.py", *TRAIN.replace("{made}", str(folder)).split(), "--max_steps", 1, "--out_dir",
-                     folder / "run")
-    assert run.status == 0, run.err
+    works("train.py", *TRAIN.replace("{made}", str(folder)).split(), "--max_steps", 1, "--out_dir", folder / "run")
     return SimpleNamespace(folder=folder, lora=lora_file(folder, lora_tensors()))
 
 def contents(folder):
@@ -163,9 +154,6 @@ def fill(folder, files):
         else:
             path.write_text(f"mine, and not to be lost: {name}\n", "utf-8")
 
-def test_each_output_has_a_case():
-    assert set(CASES) == {f"{script} {name}" for script, names in listed(OUTPUTS).items() for name in names}
-
 @pytest.mark.parametrize("case, number", [(case, n) for case, all_of in CASES.items() for n in range(len(all_of))])
 def test_a_users_file_survives_where_an_output_is_named(case, number, made, tmp_path, monkeypatch):
     script, flags, files = case.split()[0], *CASES[case][number]
@@ -193,40 +181,7 @@ def test_a_users_file_survives_where_an_output_is_named(case, number, made, tmp_
         assert is_one_line(result.errors[0], folder) and "Traceback" not in result.err, result.err
         assert script != "train.py" or files in result.errors[0] or "not empty" in result.errors[0]
 
-@pytest.mark.parametrize("name", ["log.jsonl", ".lock", "DONE", predict.LORA_FILE])
-def test_a_folder_in_the_place_of_a_runs_file_is_one_line(made, tmp_path, name):
-    folder = shutil.copytree(made.folder / "run", tmp_path / "run")
-    flags = [*TRAIN.replace("{made}", str(made.folder)).split(), "--max_steps", 2, "--out_dir", folder, "--resume"]
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).mkdir()
-    result = run_script("train.py", *flags)
-    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], name), result.err
-    (folder / name).rmdir()
-    assert name == "log.jsonl" or run_script("train.py", *flags).status == 0 # nothing else was in the way
-
 # ---- predict.py's own pictures ---------------------------------------------------------------------------------------
-
-def test_two_photographs_of_one_name_keep_two_results(made, tmp_path, monkeypatch):
-    """Without --out; the same command again draws nothing; several seeds' sheets are two, too."""
-    common_flags = ["--prompt", "x", "--cache_dir", made.folder / "c", "--out_dir", tmp_path, "--num_inference_steps",
-                    2, "--lora="]
-    def call(folder, *flags):
-        result = run_script("predict.py", "--image", made.folder / folder / "cat.png", *common_flags, *flags)
-        assert result.status == 0, result.err
-        return result
-    call("one")
-    call("two")
-    first = contents(tmp_path)
-    assert len(first) == 2 and all(path.name.startswith("cat-") for path in first)
-    for folder in ("one", "two"):
-        assert "1 of 1 pictures are there already" in call(folder).out
-    assert contents(tmp_path) == first
-    for folder in ("one", "two", "one"):
-        call(folder, "--seed", 0, 1)
-    assert contents(tmp_path).items() >= first.items()
-    assert len(list(tmp_path.glob("cat-s*.png"))) == 4
-    first_sheet, second_sheet = [Image.open(path).tobytes() for path in tmp_path.glob("sheet-*.png")]
-    assert first_sheet != second_sheet
 
 def test_out_replaces_only_what_predict_has_drawn(made, tmp_path):
     flags = ["--image", made.folder / "one/cat.png", "--prompt", "x", "--cache_dir", made.folder / "c", "--out",
@@ -239,13 +194,6 @@ def test_out_replaces_only_what_predict_has_drawn(made, tmp_path):
     result = run_script("predict.py", *flags[2:], "--image", tmp_path / "x.png") # its own, but now it is read
     assert result.status == 1 and is_one_line(result.errors[0], "x.png", "is read"), result.err
     assert contents(tmp_path) == before
-
-def test_a_datasets_own_folder_gets_no_results(made, tmp_path):
-    before = contents(made.folder / "data")
-    result = run_script("predict.py", "--jobs", made.folder / "data", "--cache_dir", made.folder / "c", "--out_dir",
-                        made.folder / "data/target", "--num_inference_steps", 2, "--lora=")
-    assert result.status == 1 and is_one_line(result.errors[-1], "--out_dir", "targets"), result.err
-    assert contents(made.folder / "data") == before
 
 def test_a_picture_with_a_large_colour_profile_is_ours_all_the_same(tmp_path):
     image = paint_picture()
@@ -261,8 +209,7 @@ def test_reports_of_ours_are_written_again(made, tmp_path):
                                ["tools/doctor.py", made.folder / "data", "--out", tmp_path / "doctor"],
                                ["tools/measure.py", made.folder / "data/target", made.folder / "data", "--model",
                                 "none", "--json", tmp_path / "x.json"]):
-            result = run_script(script, *flags)
-            assert result.status == 0, result.err
+            works(script, *flags)
     assert json.loads((tmp_path / "x.json").read_bytes())
     result = run_script("tools/page.py", made.folder / "run", "--out", tmp_path / "new.jpg") # a page has another suffix
     assert result.status == 1 and is_one_line(result.errors[0], "new.jpg", ".html"), result.err

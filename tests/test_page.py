@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from common import printable
-from training import best_step, resume
+from training import best_step, run_folder
 from tests.fuzz import fuzz
 from tests.harness import Reader, add_item, is_one_line, run_script, until, within
 from tools import page
@@ -307,7 +307,7 @@ def test_fuzz_of_a_log(tmp_path, capsys):
         validations = best_step.read_validations(run)
         best_step.describe(validations), best_step.steps_to_keep(validations), best_step.better_steps(validations)
         page.make_page(run, run / "index.html")
-        resume.clean_folder(run, 10)
+        run_folder.clean_folder(run, 10)
     fuzz("log", records, case, share=0.5, refuses=False)
 
 def test_a_log_of_pictures_that_are_not_there_costs_no_more_than_its_size(tmp_path):

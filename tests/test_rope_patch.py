@@ -29,7 +29,7 @@ from tests import harness, varlen_cpu # which gives torch's variable-length atte
 from tests.harness import (BATCHES, C, DEVICE, E, EQUAL, FULL, HOLES, MIXED, MIXED_MODES, MODES, add_lora,
                            assert_bitwise, assert_equals_stock, assert_one_by_one, batch_for, everything, hot_model,
                            image_lens, image_mask_of, joint_mask_of, make_batch, one_by_one, packed_call, pad,
-                           padded_call, patched_copy, patched_model, precomputed_call, rel, run, show, stock_answer,
+                           patched_copy, patched_model, precomputed_call, rel, run, show, stock_answer,
                            stock_call, take_apart, text_mask_of, with_gradients)
 
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -85,12 +85,6 @@ def test_a_missing_size_is_a_key_error_that_names_it(lacking):
     with pytest.raises(KeyError, match=rf"\b{lacking}: not in embeddings"):
         rope_patch.get_image_shapes_multi_resolution(sizes | {"n_controls": 2}, 1)
 
-def test_a_pair_of_cos_and_sin_is_refused_with_what_is_wanted():
-    x_BSHD, freqs = torch.zeros(1, 3, 2, 8), torch.ones(3, 4)
-    with pytest.raises(ValueError, match="tuple.*want a complex tensor"):
-        rope_patch.apply_rotary_emb_qwen_batched(x_BSHD, (freqs, freqs))
-    assert torch.equal(rope_patch.apply_rotary_emb_qwen_batched(x_BSHD, torch.complex(freqs, 0 * freqs)), x_BSHD)
-
 def test_latents_are_padded_with_zeros_and_a_mask_says_where():
     samples = [torch.randn(n, C) for n in (8, 12, 6)]
     for max_len, width in ((None, 12), (15, 15)):
@@ -114,15 +108,6 @@ def test_a_picture_has_three_numbers_in_any_form():
         with pytest.raises(ValueError, match="img_shapes: got a picture of .* want"):
             rope_patch.sample_shapes(pictures, 1)
 
-@pytest.mark.parametrize("lengths", [[], [400, 600], [1200, 300, 200], random.Random(0).choices(range(1, 1100), k=99)])
-def test_packs_hold_every_sample_once_within_the_limit(lengths):
-    """Longest first, and no two packs would make one."""
-    packs = rope_patch.plan_packs(dict(enumerate(lengths)), 1000)
-    tokens = lambda pack: sum(lengths[i] for i in pack)
-    assert sorted(sum(packs, [])) == list(range(len(lengths)))
-    assert all(len(pack) == 1 or tokens(pack) <= 1000 for pack in packs)
-    assert all(tokens(a + b) > 1000 and lengths[a[0]] >= lengths[b[0]] for a, b in itertools.combinations(packs, 2))
-
 def first_fit(lengths, max_tokens):
     """The number of packs if each sample, longest first, asks each pack for room."""
     rooms = []
@@ -135,15 +120,17 @@ def first_fit(lengths, max_tokens):
             rooms.append(max_tokens - n)
     return len(rooms)
 
-def test_packs_are_hardly_more_than_those_of_first_fit():
-    """At most 2 % more on each of 200 random mixtures."""
-    rng = random.Random(0)
-    for _ in range(200):
-        n, longest = rng.choice([3, 8, 50, 400]), rng.choice([100, 300, 700, 1100])
-        lengths, max_tokens = rng.choices(range(1, longest + 1), k=n), rng.choice([999, 1000, 2500])
-        packs = rope_patch.plan_packs(dict(enumerate(lengths)), max_tokens)
-        assert len(packs) <= 1.02 * first_fit(lengths, max_tokens), (n, longest, max_tokens)
-        assert packs == rope_patch.plan_packs(dict(enumerate(list(lengths))), max_tokens) # as another process would
+MIXTURES = [random.Random(n).choices(range(1, longest), k=n) for n in (8, 50, 99, 400) for longest in (300, 700, 1100)]
+
+@pytest.mark.parametrize("lengths", [[], [400, 600], [1200, 300, 200], *MIXTURES], ids=lambda lengths: len(lengths))
+def test_packs_hold_every_sample_once_within_the_limit(lengths):
+    """Longest first; no two packs would make one, and they are hardly more than those of first fit."""
+    packs = rope_patch.plan_packs(dict(enumerate(lengths)), 1000)
+    tokens = lambda pack: sum(lengths[i] for i in pack)
+    assert sorted(sum(packs, [])) == list(range(len(lengths)))
+    assert all(len(pack) == 1 or tokens(pack) <= 1000 for pack in packs)
+    assert all(tokens(a + b) > 1000 and lengths[a[0]] >= lengths[b[0]] for a, b in itertools.combinations(packs, 2))
+    assert len(packs) <= 1.02 * first_fit(lengths, 1000)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_batched_rotation_is_stocks_for_each_sample(dtype):
@@ -300,15 +287,6 @@ def test_padded_rows_are_the_packed_ones_to_the_bit(mode, variant):
     """They drop their pads, and run packed: outputs and gradients."""
     model, samples = patched_model(variant, lora=True), BATCHES["one to six pictures"]
     assert_bitwise(*[with_gradients(model, samples, run(model, m, samples)) for m in (mode, "packed")])
-
-def test_rows_without_pads_are_not_copied(monkeypatch):
-    """Pictures of different sizes, but of as many tokens, are packed already."""
-    model, samples = patched_model(), BATCHES["equal tokens"]
-    for name in ("index_select", "index_copy"):
-        monkeypatch.setattr(torch.Tensor, name, None)
-    assert_one_by_one(run(model, "padded", samples, **padded_call(model, samples, spare=0)), samples)
-    with pytest.raises(TypeError): # the negative control
-        run(model, "padded", MIXED)
 
 def test_a_sample_of_nothing_but_pads_gives_zeros_and_changes_no_other():
     """Such samples fill up a batch. Packed, their rows are empty."""
@@ -480,11 +458,8 @@ def longer(freqs, n):
 # what becomes of the tables (img (2, 63, 16), txt (2, 12, 16)) of MIXED, and the numbers in the error
 WRONG_TABLES = {
     "text 2D beside 3D pictures, too long": (lambda img, txt: (img, longer(txt[0], 5)), 17, 12),
-    "text 2D beside 3D pictures, too short": (lambda img, txt: (img, txt[0, :9]), 9, 12),
-    "text 2D, too long": (lambda img, txt: (img[0], longer(txt[0], 5)), 17, 12),
     "text 3D, too long": (lambda img, txt: (img, longer(txt, 5)), 17, 12),
     "text of three samples": (lambda img, txt: (img, torch.cat([txt, txt[:1]])), 3, 2),
-    "pictures 2D, too long": (lambda img, txt: (longer(img[0], 2), txt), 65, 63),
     "pictures 3D, too long": (lambda img, txt: (longer(img, 2), txt), 65, 63),
     "pictures too short by what the text is too long": (lambda img, txt: (img[:, :-5], longer(txt, 5)), 58, 63),
     "text of fewer rotations": (lambda img, txt: (img, txt[..., :15]), 15, 16),
@@ -517,15 +492,6 @@ def test_a_table_of_positions_that_does_not_fit_is_named_with_both_sizes(name):
         with pytest.raises(ValueError, match="^image_rotary_emb: got") as error:
             answer()
         assert_names(error, *(names if n == 3 else WRONG_TABLES[name][1:]))
-
-def test_the_processor_takes_a_shared_table_beside_one_per_sample():
-    attn = patched_model().transformer_blocks[0].attn
-    img_freqs_BIR, txt_freqs_BTR = precomputed_call(patched_model(), EQUAL, spare=0)["image_rotary_emb"]
-    streams = dict(hidden_states=torch.randn(2, 40, E, device=DEVICE).to(patched_model().dtype),
-                   encoder_hidden_states=torch.randn(2, 9, E, device=DEVICE).to(patched_model().dtype))
-    want = attn(**streams, image_rotary_emb=(img_freqs_BIR, txt_freqs_BTR))
-    for freqs in ((img_freqs_BIR[0], txt_freqs_BTR), (img_freqs_BIR, txt_freqs_BTR[0])):
-        assert_bitwise(attn(**streams, image_rotary_emb=freqs), want)
 
 @pytest.mark.parametrize("lens", [[7, -2], [], [7]], ids=str)
 def test_text_lengths_that_cannot_be_are_a_value_error(lens):
@@ -613,7 +579,7 @@ def test_a_models_own_attention_backend_has_precedence(monkeypatch):
         block.attn.processor._attention_backend = AttentionBackendName._NATIVE_MATH
     assert_one_by_one(run(model, "packed", MIXED), MIXED)
 
-def test_the_one_kernel_needs_half_precision_on_ampere_and_no_other_backend_chosen(monkeypatch):
+def test_the_one_kernel_needs_half_precision_on_ampere_and_flash_attention_that_is_there_and_chosen(monkeypatch):
     monkeypatch.setattr(rope_patch, "varlen_attn", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
@@ -623,6 +589,8 @@ def test_the_one_kernel_needs_half_precision_on_ampere_and_no_other_backend_chos
     assert not (usable(torch.float32) or usable(capability=(7, 5)) or usable(cuda=False))
     with attention_backend("_native_math"):
         assert not usable()
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False) # as on Windows
+    assert not usable()
 
 @every_mixed_mode
 def test_linears_see_no_pads_and_no_text_that_nobody_reads(mode):
@@ -678,7 +646,7 @@ def to_dtype(model, dtype):
     return torch.nn.Module.to(model, DEVICE, dtype).requires_grad_(False) # not diffusers' own, which warns
 
 def modulation_gradients(dtype, backend=None):
-    """LoRA gradients of one block on one sample of 8,192 image and 600 text tokens. The same numbers in every dtype."""
+    """LoRA gradients of one block on one sample of 4,096 image and 300 text tokens. The same numbers in every dtype."""
     torch.manual_seed(0)
     model = QwenImageTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=32, in_channels=C,
                                         axes_dims_rope=(8, 12, 12), joint_attention_dim=64, out_channels=16)
@@ -687,18 +655,18 @@ def modulation_gradients(dtype, backend=None):
                                                                       "timestep_embedder.linear_2", "to_q"],
                             init_lora_weights=False)
     if backend:
-        model.transformer_blocks[0].compile(dynamic=True, backend=backend)
+        model.transformer_blocks[0].compile(dynamic=False, backend=backend) # (with dynamic shapes 40 seconds)
     g = torch.Generator().manual_seed(1)
-    image, text = [torch.randn(n, C, generator=g).bfloat16().to(DEVICE, dtype) for n in (8192, 600)]
-    shapes = [[(1, 64, 64), (1, 64, 64)]]
+    image, text = [torch.randn(n, C, generator=g).bfloat16().to(DEVICE, dtype) for n in (4096, 300)]
+    shapes = [[(1, 32, 64), (1, 32, 64)]]
     out, = rope_patch.run_packed(model, [image], [text], torch.tensor([0.5], device=DEVICE), shapes)
     out.float().square().mean().backward()
     return {name: p.grad for name, p in lora.items()}
 
-def test_sums_over_thousands_of_tokens_keep_their_precision_when_compiled():
+def test_sums_over_thousands_of_tokens_keep_their_precision_when_compiled(monkeypatch):
     """The gradient of a modulation is a sum over all tokens that it modulates. In bf16 an addition of one token after
     the other, as by the index_put or scatter that autograd makes of a gather, stops at 256 times its terms: gradients
-    were 41 % off. The negative control adds up so."""
+    were 41 % off. The negative control adds up so, by the same lines without a compiler."""
     graphs = []
 
     def keep(graph, inputs):
@@ -708,17 +676,16 @@ def test_sums_over_thousands_of_tokens_keep_their_precision_when_compiled():
     torch._dynamo.reset()
     exact, eager = modulation_gradients(torch.float32), modulation_gradients(torch.bfloat16)
     compiled = modulation_gradients(torch.bfloat16, backend)
+    torch._dynamo.reset()
     targets = {str(node.target) for graph in graphs for node in graph.graph.nodes}
     assert any("mm" in target for target in targets) and not [t for t in targets if "index_put" in t or "scatter" in t]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rope_patch, "RowsByIndex", SimpleNamespace(apply=lambda rows, index: rows[index]))
-        torch._dynamo.reset()
-        gathered = modulation_gradients(torch.bfloat16, backend)
-    torch._dynamo.reset()
     for name in exact:
         error, limit = rel(compiled[name], exact[name]), 3 * rel(eager[name], exact[name])
         show(name, error, limit)
         assert error <= limit, name
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(rope_patch, "RowsByIndex", SimpleNamespace(apply=lambda rows, index: rows[index]))
+    gathered = modulation_gradients(torch.bfloat16)
     worst = max(rel(gathered[name], exact[name]) for name in exact)
     print("added up one by one:", worst)
     assert worst > 0.2

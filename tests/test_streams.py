@@ -109,10 +109,11 @@ def test_ctrl_c_in_a_terminal_with_tee_ends_with_a_checkpoint_and_status_0(tmp_p
     assert said & {"stdout", "stderr"}
 
 def close_streams(how):
-    """For a child process: nobody reads stdout and stderr, or they were closed before the start; its own group."""
+    """For a child process: nobody reads stdout and stderr, a pipe or a terminal, or they were closed before the start;
+    its own group."""
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
-    read, write = os.pipe()
+    read, write = os.openpty() if how == "terminal" else os.pipe()
     for number in (1, 2):
         os.dup2(write, number)
     os.close(read)
@@ -121,8 +122,8 @@ def close_streams(how):
         sys.stdout = sys.stderr = None
         os.closerange(0, 3)
 
-@pytest.mark.parametrize("how, number", [("pipe", signal.SIGINT), ("pipe", signal.SIGHUP), ("closed", signal.SIGTERM),
-                                         ("nohup", signal.SIGUSR1)])
+@pytest.mark.parametrize("how, number", [
+    ("pipe", signal.SIGINT), ("terminal", signal.SIGHUP), ("closed", signal.SIGTERM), ("nohup", signal.SIGUSR1)])
 def test_signals_keep_their_promise_with_every_stream_gone(tmp_path, small, start, how, number):
     """Under nohup SIGHUP changes nothing."""
     process = start("train.py", *small.flags, *LONG, "--out_dir", tmp_path / "run",

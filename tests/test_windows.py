@@ -86,8 +86,8 @@ def test_one_road_from_foreign_folders_to_a_page(tmp_path, source, start, window
     works("tools/doctor.py", data, "--out", tmp_path / "doctor", *NATIVE)
     on_cpu = ["--cache_dir", cached, "--device", "cpu", *EXACT]
     works("cache.py", "--data", data, "--val_data", *on_cpu)
-    flags = ["--data", data, "--val_data", data, *on_cpu, "--max_steps", 6, "--save_every", 2, "--batch_size", 2,
-             "--lora_rank", 2, "--sample_every", 3, "--lr_scheduler", "constant"]
+    flags = ["--data", data, "--val_data", data, *on_cpu, "--max_steps", 4, "--save_every", 2, "--batch_size", 2,
+             "--lora_rank", 2, "--sample_every", 2, "--num_inference_steps", 2, "--lr_scheduler", "constant"]
     works("train.py", *flags, "--plan")
     works("train.py", *flags, "--out_dir", tmp_path / "unbroken")
     process = start("train.py", *flags, "--out_dir", run, prelude=JAPANESE) # its streams, too

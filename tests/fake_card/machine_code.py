@@ -5,7 +5,6 @@ Dynamo and inductor make Triton kernels of one block of the real width, forward 
 on an H100; then Triton and ptxas, both of Triton's package, compile each kernel for other cards as well. Nothing runs.
 
 $ python -m tests.fake_card.machine_code LIBGUARD 80 90    # compute capabilities; its last line is JSON
-$ python -m tests.fake_card.machine_code LIBGUARD 90 all   # each kernel in all its configurations
 """
 import json
 import os
@@ -158,37 +157,31 @@ def kernels_of(code, capability):
     return kernels
 
 
-def compile_kernel(kernel, most=None):
-    """-> for each of its first `most` configurations, of which inductor takes the fastest: dict(card, registers,
-    spilled, shared: bytes, atomics: instructions)."""
-    compiled, found = triton.compile, []
-    for config in kernel.configs[:most]:
-        binaries, log = [], StringIO()
+def compile_kernel(kernel):
+    """-> of its first configuration (inductor measures several, and takes the fastest): dict(card, registers, spilled,
+    shared: bytes, atomics: instructions)."""
+    compiled, binaries, log = triton.compile, [], StringIO()
 
-        def compile_and_keep(*args, **kwargs):
-            binaries.append(compiled(*args, **kwargs))
-            return binaries[-1]
-        triton.compile = compile_and_keep
-        with redirect_stdout(log): # ptxas's words, which Triton prints
-            kernel._precompile_config(config)
-        triton.compile, log = compiled, log.getvalue()
-        spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
-        found.append(dict(card=re.search(r"for '(sm_\w+)'", log)[1], spilled=sum(map(int, spilled)),
-                          shared=binaries[0].metadata.shared, registers=int(re.search(r"Used (\d+) registers", log)[1]),
-                          atomics=re.findall(r"\b(?:atom|red)\.[\w.:]+", binaries[0].asm["ptx"])))
-    return found
+    def compile_and_keep(*args, **kwargs):
+        binaries.append(compiled(*args, **kwargs))
+        return binaries[-1]
+    triton.compile = compile_and_keep
+    with redirect_stdout(log): # ptxas's words, which Triton prints
+        kernel._precompile_config(kernel.configs[0])
+    triton.compile, log = compiled, log.getvalue()
+    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    return dict(card=re.search(r"for '(sm_\w+)'", log)[1], spilled=sum(map(int, spilled)),
+                shared=binaries[0].metadata.shared, registers=int(re.search(r"Used (\d+) registers", log)[1]),
+                atomics=re.findall(r"\b(?:atom|red)\.[\w.:]+", binaries[0].asm["ptx"]))
 
 
-def describe(code, most, capabilities):
+def describe(code, capabilities):
     """-> dict(launches: of kernels in this pass; calls: {what is not Triton}; kernels: {capability: {name:
-    compile_kernel's}}). most: configurations for an H100, or None for all, which takes a minute."""
+    compile_kernel's}})."""
     body = code[code.index("def call("):]
     calls = re.findall(r"\b(?:extern_kernels|torch\.ops|aten)\.[\w.]+(?=\()", body)
-    kernels = {}
-    for capability in capabilities:
-        first = most if capability == H100 else 1
-        found = {name: compile_kernel(kernel, first) for name, kernel in kernels_of(code, capability).items()}
-        kernels[capability] = found
+    kernels = {capability: {name: compile_kernel(kernel) for name, kernel in kernels_of(code, capability).items()}
+               for capability in capabilities}
     return dict(launches=len(calls) + len(re.findall(r"\btriton_\w+\.run\(", body)), calls=sorted({*calls}),
                 kernels=kernels)
 
@@ -196,6 +189,5 @@ def describe(code, most, capabilities):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     pretend(H100)
-    most = None if "all" in sys.argv else 1
-    cards = [int(word) for word in sys.argv[2:] if word != "all"]
-    print(json.dumps([describe(code, most, cards) for code in generate()]))
+    cards = list(map(int, sys.argv[2:]))
+    print(json.dumps([describe(code, cards) for code in generate()]))
