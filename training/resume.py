@@ -26,15 +26,15 @@ from library.lora.lora_paths import LORA_FILE, checkpoints, number_of
 from training import optimizers
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-# All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
-# code is not compared.)
+# All flags are compared with the checkpoint's but those of MAY_CHANGE. A flag that you add is compared, unless you name
+# it there. (The code is not compared.)
 BY_CONTENT = ( # compared as hashes of what they lead to, which train.py adds when it knows them
     "pretrained_lora model transformer data repeats mask skip_bad target_pixels control_pixels upscale cache_dir "
     "use_cache max_sequence_length").split()
 MAY_CHANGE = ( # what is written, when and where; then what changes speed and memory
     "val_data val_pictures sample_every save_every keep out_dir tracker plan resume sample_lora "
     "device vae_device text_encoder_device flash_attention max_tokens gradient_checkpointing offload fsdp compile "
-    "negative_prompt num_inference_steps true_cfg_scale sigmas shift").split()
+    "negative_prompt num_inference_steps true_cfg_scale sigmas shift").split() # the last five: of validations' pictures
 CONTENTS = dict(data_hash="--data", model_hash="the transformer", scheduler_hash="--model's scheduler",
                 pretrained_hash="--pretrained_lora") # of these a checkpoint has hashes, which tell a person nothing
 LEFT_OUT = "--resume --out_dir --lora_rank --lora_alpha --lora_targets --lora_args --pretrained_lora".split()

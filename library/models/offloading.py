@@ -5,7 +5,7 @@ All offloaded blocks share two buffers on the device: the k-th of them always li
 are views that stay the same, for autograd and torch.compile, and only the buffers' bytes change.
 
 The copy costs no time if a pass has enough tokens. By count: a block in bf16 is 0.7 GB, 28 ms at 25 GB/s, in which a
-GPU at 200 TFLOP/s computes 14,000 tokens forward. Two blocks stay in the buffers, so the first two save no memory.
+GPU at 200 TFLOP/s computes 14,000 tokens forward. The buffers hold two blocks, so --offload N frees N - 2 blocks.
 
 Why not FSDP2's offloading: in a single process it copies on the stream that computes, and each tensor twice. Why not
 diffusers' group offloading: when a block's backward pass begins, it has already removed the block's weights.
