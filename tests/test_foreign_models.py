@@ -110,7 +110,7 @@ def test_a_damaged_json_file_of_a_model_is_one_line(tmp_path, file):
             raise
     with little_memory():
         case(json.loads(text))
-        fuzz(file, json.loads(text), case, seconds=10, share=0.25, refuses=len(text) > 300)
+        fuzz(file, json.loads(text), case, seconds=10, share=0.25, refuses=False)
         with refused(folder):
             case(text[:len(text) // 2])
     for name, content in model_files.CONFIGS.items():
