@@ -404,6 +404,11 @@ def save(image, path, **options):
     image.save(path, **options)
     return path
 
+def write_jobs(folder, rows):
+    """It writes a list for predict.py --jobs, and returns its path."""
+    (folder / "jobs.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
+    return folder / "jobs.jsonl"
+
 def add_item(data, name, sizes=((64, 64), (64, 64)), caption="add a red border", mask=None):
     """It writes target/NAME.png of the first size, control/NAME.png, NAME_1.png, ... of the others, target/NAME.txt."""
     seed = zlib.crc32(name.encode(errors="surrogateescape"))

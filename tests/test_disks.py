@@ -20,7 +20,7 @@ import cache
 import common
 from library.files import disk
 from library.lora import lora_paths
-from training import preflight, resume, run_folder
+from training import resume, run_folder
 import predict
 from tests.harness import (add_item, assert_bitwise, assert_checkpoints_whole, assert_same_run, damage_tensors,
                            is_one_line, killed_runs, lora_of, paint_picture, refused, run_script, save, steps_of,
@@ -183,18 +183,6 @@ def test_a_write_that_a_limit_cuts_short_counts_what_it_wrote(tmp_path):
         assert run_folder.room_for(tmp_path, (2**20 + 1000,)) == 2**20 + 500
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-def test_the_trial_of_an_optimizer_is_written_into_the_runs_folder(tmp_path, small, monkeypatch):
-    """TMPDIR may be full; what the trial has written is gone afterwards."""
-    folders, real = set(), resume.save_optimizer
-
-    def save_optimizer(folder, *rest):
-        folders.add(folder.parent)
-        real(folder, *rest)
-    monkeypatch.setattr(preflight, "save_optimizer", save_optimizer)
-    result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "run")
-    assert result.status == 0 and folders == {tmp_path / "run"}, result.err
-    assert not list((tmp_path / "run").glob(".tmp-*"))
 
 def test_pictures_of_long_names_are_cut_where_a_disk_takes_short_ones(tmp_path, small):
     """As predict.py cuts them: two that begin alike have a file each, and the log names it."""

@@ -29,15 +29,11 @@ from training.validation import psnr
 import predict
 from tests.harness import (EXACT, NATIVE, ON_DEVICE, TINY, add_item, cached_files, copy_model, encoder_flags,
                            is_one_line, job_of, kill, lora_file, paint_picture, rel, results_of, run_script, save, show,
-                           start_ranks, stock_area, stock_pipeline, until, works)
+                           start_ranks, stock_area, stock_pipeline, until, works, write_jobs)
 
 def draw(*flags, steps=2):
     """predict.py -> result of run_script, which went well."""
     return works("predict.py", *flags, "--num_inference_steps", steps, *ON_DEVICE)
-
-def write_jobs(folder, rows):
-    (folder / "jobs.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
-    return folder / "jobs.jsonl"
 
 def apart(*paths):
     """The largest difference of two pictures, in levels of 255. 1 is rounding: packs of other samples."""
@@ -493,8 +489,7 @@ def test_tiny_is_tiny_however_its_path_is_spelled(tmp_path, photos, monkeypatch)
     (["--max_sequence_length", 10**5], "4093 have positions"), ([], "1024; shorten 'red car")])
 def test_a_prompt_that_is_too_long_is_one_line_and_stops_no_other_job(tmp_path, photos, flags, named):
     rows = [dict(image=[str(photos[0])], prompt=prompt) for prompt in ("go", "red car " * 2500)]
-    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    result = run_script("predict.py", "--jobs", tmp_path / "jobs.jsonl", "--out_dir", tmp_path / "o", "--lora", "",
+    result = run_script("predict.py", "--jobs", write_jobs(tmp_path, rows), "--out_dir", tmp_path / "o", "--lora", "",
                         *NATIVE, *ON_DEVICE, "--num_inference_steps", 2, *flags)
     assert result.status == 1 and [*results_of(tmp_path / "o")] == ["0"], result.err
     assert len(result.errors) == 1 and is_one_line(result.errors[0], "002-0", named), result.err

@@ -23,7 +23,7 @@ from library.files import tensor_files
 from library.results import contact_sheets, result_files
 import predict
 from tests.harness import (ON_DEVICE, add_item, cached_files, is_one_line, is_whole, lora_file, lora_tensors,
-                           make_cache, paint_picture, run_script, save, works)
+                           make_cache, paint_picture, run_script, save, works, write_jobs)
 
 # ---- predict.py as a command -----------------------------------------------------------------------------------------
 
@@ -47,10 +47,8 @@ def draw(here, out, *flags, lora=""):
 
 def draw_list(here, out, *rows):
     """Likewise, a list of (picture, prompt)."""
-    lines = [json.dumps(dict(image=str(here / f"in/{picture}.png"), prompt=prompt)) for picture, prompt in rows]
-    jobs = here / "jobs.jsonl"
-    jobs.write_text("\n".join(lines), "utf-8")
-    return draw(here, out, "--jobs", jobs)
+    jobs = [dict(image=str(here / f"in/{picture}.png"), prompt=prompt) for picture, prompt in rows]
+    return draw(here, out, "--jobs", write_jobs(here, jobs))
 
 def files(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
@@ -107,9 +105,8 @@ def test_what_comes_while_it_is_drawn_is_not_replaced_and_stops_no_others(here, 
         save(paint_picture(seed=9), tmp_path / "x.png")
         return failed
     monkeypatch.setattr(cache, "encode_samples", encode_samples)
-    jobs = tmp_path / "jobs.jsonl"
-    rows = [dict(prompt="red", out="x.png"), dict(prompt="blue")]
-    jobs.write_text("\n".join(json.dumps(row | dict(image=str(here / "in/bee.png"))) for row in rows), "utf-8")
+    bee = str(here / "in/bee.png")
+    jobs = write_jobs(tmp_path, [dict(image=bee, prompt="red", out="x.png"), dict(image=bee, prompt="blue")])
     result = run_script("predict.py", *flags_of(here, tmp_path), "--jobs", jobs)
     assert result.status == 1 and is_one_line(*result.errors, "x.png", "already exists"), result.err
     assert pixels(tmp_path / "x.png") == paint_picture(seed=9).tobytes()
@@ -138,8 +135,7 @@ def test_out_is_a_path_from_here(here, tmp_path):
     for out in ("x.png", "deep/y.png"):
         result = run_script("predict.py", *flags_of(here, tmp_path)[2:], *flags, "--out", out, folder=tmp_path)
         assert result.status == 0 and (tmp_path / out).is_file(), result.err
-    jobs = tmp_path / "jobs.jsonl"
-    jobs.write_text(json.dumps(dict(image=str(here / "in/bee.png"), prompt="go", out="z/w.png")), "utf-8")
+    jobs = write_jobs(tmp_path, [dict(image=str(here / "in/bee.png"), prompt="go", out="z/w.png")])
     assert run_script("predict.py", *flags_of(here, "results"), "--jobs", jobs, folder=tmp_path).status == 0
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png")) == [
         "deep/y.png", "results/z/w.png", "x.png"]
