@@ -59,8 +59,7 @@ def test_a_folders_link_that_leads_out_is_one_line_and_its_content_is_not_read(d
             dataset.read_dataset(data)
     else:
         samples, problems = samples_of(plus, data)
-        assert list(samples) == ["good"] and len(problems) == 1
-        assert is_one_line(problems[0], data / file, "leads out", "cp -rL")
+        assert list(samples) == ["good"] and is_one_line(*problems, data / file, "leads out", "cp -rL")
     written = tmp_path / "written"
     run_script("tools/doctor.py", data, "--skip_bad", "--out", written / "doctor", "--align", written / "aligned")
     result = run_script("tools/import_data.py", data, written / "copy", "--skip_bad")
@@ -69,13 +68,8 @@ def test_a_folders_link_that_leads_out_is_one_line_and_its_content_is_not_read(d
         assert SECRET.encode() not in path.read_bytes() and path.read_bytes() != content, path
     result = make_cache(data, tmp_path / "c", *NATIVE)
     assert result.status == 1 and is_one_line(result.errors[0], data / file, "leads out")
-
-def test_the_remedy_for_a_link_that_leads_out_works(data, outside, tmp_path, plus):
-    """cp -rL makes a copy that is read."""
-    link_to(data, "control/cat.png", outside / "control/cat.png")
-    assert os.system(f"cp -rL {data} {tmp_path / 'copy'}") == 0
-    samples, problems = samples_of(plus, tmp_path / "copy")
-    assert sorted(samples) == ["cat", "good"] and not problems
+    assert os.system(f"cp -rL {data} {tmp_path / 'whole'}") == 0 # the remedy works
+    assert not any("leads out" in problem for problem in dataset.read_dataset(tmp_path / "whole")[1])
 
 def test_links_inside_of_a_dataset_and_a_link_to_it_are_followed(data, tmp_path, plus):
     link_to(data, "control/cat.png", "../target/good.png")
@@ -84,50 +78,6 @@ def test_links_inside_of_a_dataset_and_a_link_to_it_are_followed(data, tmp_path,
     for root in (data, tmp_path / "link"):
         samples, problems = samples_of(plus, root)
         assert sorted(samples) == ["cat", "good"] and not problems
-
-def as_snapshot(data, hub):
-    """It stores a folder as the hub's cache does: links in snapshots/REV to files in blobs/."""
-    snapshot = hub / "datasets--me--pairs/snapshots/0123abc"
-    blobs = snapshot.parents[1] / "blobs"
-    blobs.mkdir(parents=True)
-    for n, path in enumerate(sorted(filter(Path.is_file, data.rglob("*")))):
-        link = snapshot / path.relative_to(data)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, blobs / f"{n:040x}")
-        link.symlink_to(os.path.relpath(blobs / f"{n:040x}", link.parent))
-    return snapshot
-
-def test_a_snapshot_of_the_hub_is_a_dataset_in_every_form(data, tmp_path, plus):
-    """As a folder, as metadata.jsonl, for --image, and as what import_data.py reads: folders, a table, parquet."""
-    want, _ = samples_of(plus, data)
-    folder = as_snapshot(data, tmp_path / "a")
-    samples, problems = samples_of(plus, folder)
-    assert not problems and [cache.files_of(s) for s in samples.values()] == [cache.files_of(s) for s in want.values()]
-    rows, pictures = [], tmp_path / "pictures"
-    for name in ("cat", "good"):
-        rows.append(dict(target=f"after/{name}.png", control=[f"before/{name}.png"], prompt="go"))
-        save(Image.open(data / f"target/{name}.png"), pictures / f"after/{name}.png")
-        save(Image.open(data / f"control/{name}.png"), pictures / f"before/{name}.png")
-    (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    listed = as_snapshot(pictures, tmp_path / "c")
-    for root in (listed, listed / "metadata.jsonl"):
-        samples, problems = samples_of(plus, root)
-        assert len(samples) == 2 and not problems
-    for n, source in enumerate((folder, listed, parquet_of(data, tmp_path))):
-        result = run_script("tools/import_data.py", source, tmp_path / f"imported{n}")
-        assert result.status == 0 and "2 samples" in result.out, result.err
-    found, problems = dataset.read_samples(image_flags(folder / "control", tmp_path / "out"))
-    assert len(found) == 2 and not problems
-
-def parquet_of(data, tmp_path):
-    """A snapshot with one parquet file, which holds the pictures."""
-    import pyarrow
-    import pyarrow.parquet
-    rows = [dict(target=dict(bytes=(data / f"target/{n}.png").read_bytes()), prompt="go",
-                 control=dict(bytes=(data / f"control/{n}.png").read_bytes())) for n in ("cat", "good")]
-    (tmp_path / "parquet/data").mkdir(parents=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "parquet/data/train-0.parquet")
-    return as_snapshot(tmp_path / "parquet", tmp_path / "d")
 
 def image_flags(folder, out_dir):
     return type("Flags", (), dict(jobs=None, image=[Path(folder)], prompt="go", out_dir=Path(out_dir)))
@@ -170,15 +120,13 @@ def test_a_manifests_absolute_paths_through_a_link_give_names_inside(data, tmp_p
     samples, problems = dataset.read_dataset(tmp_path / "x/y/link/metadata.jsonl")
     assert [s.name for s in samples] == ["cat"] and not problems
 
-def test_a_table_or_a_folder_that_is_found_is_no_link_to_elsewhere(data, outside, tmp_path):
+def test_a_table_or_a_folder_that_is_found_is_no_link_to_elsewhere(outside, tmp_path):
     for name in ("metadata.csv", "data.parquet", "train"):
         source = tmp_path / f"source-{name}"
         source.mkdir()
-        (outside / "metadata.csv").write_text(f"target,control,prompt\n{outside}/target/cat.png,b.png,{SECRET}\n",
-                                              "utf-8")
-        (source / name).symlink_to(outside / "metadata.csv" if name != "train" else outside)
-        result = run_script("tools/import_data.py", source, tmp_path / f"out-{name}")
-        assert result.status == 1 and is_one_line(result.errors[0], source / name.split("/")[0], "leads out")
+        (source / name).symlink_to(outside / "key.txt" if name != "train" else outside)
+        result = run_script("tools/import_data.py", source, tmp_path / "out")
+        assert result.status == 1 and is_one_line(result.errors[0], source / name, "leads out")
         assert SECRET not in result.err + result.out
 
 def test_a_table_that_is_named_may_name_any_picture_and_nothing_else(data, outside, tmp_path):
@@ -193,25 +141,23 @@ def test_a_table_that_is_named_may_name_any_picture_and_nothing_else(data, outsi
     assert is_one_line(result.errors[0], "key.txt")
 
 NO_TABLES = { # a person's own file of another kind, which holds a key
-    "csv": f"machine hub.co login me password {SECRET}\n", "tsv": f"machine\thub.co\tpassword\t{SECRET}\n",
-    "json": json.dumps(dict(token=SECRET)), "jsonl": json.dumps([SECRET]) + "\n" + json.dumps(SECRET),
-    "parquet": SECRET, "yaml": f"machine: [{SECRET}", "toml": f"machine = {SECRET}", "txt": SECRET}
+    "csv": f"machine hub.co login me password {SECRET}\n", "json": json.dumps(dict(token=SECRET)),
+    "jsonl": json.dumps([SECRET]) + "\n" + json.dumps(SECRET), "parquet": SECRET, "yaml": f"machine: [{SECRET}",
+    "toml": f"machine = {SECRET}", "txt": SECRET}
 
 @pytest.mark.parametrize("kind", NO_TABLES)
-@pytest.mark.parametrize("way", ["a link", "an absolute path", "a path up", "a link that is named"])
-def test_what_is_no_table_is_not_quoted_where_a_strangers_file_or_link_leads_to_it(tmp_path, outside, kind, way):
+def test_what_is_no_table_is_not_quoted_where_a_strangers_file_or_link_leads_to_it(tmp_path, outside, kind):
     """The line of the error says what to do, and nothing of what is in the file."""
-    (tmp_path / "set").mkdir()
     key, link, config = outside / f"key.{kind}", tmp_path / f"set/rows.{kind}", tmp_path / "set/d.toml"
+    config.parent.mkdir()
     key.write_text(NO_TABLES[kind], "utf-8")
     link.symlink_to(key)
-    name = {"an absolute path": str(key), "a path up": f"../home/{key.name}"}.get(way, link.name)
-    config.write_text(f"[[datasets]]\nimage_jsonl_file = {json.dumps(name)}", "utf-8")
-    source = link if way == "a link that is named" else config
-    result = run_script("tools/import_data.py", source, tmp_path / "out")
-    assert result.status == 1 and len(result.errors) == 1 and SECRET not in result.out + result.err
-    named = ("leads out",) if source == link else ("lies outside of", "give this file itself as SOURCE")
-    assert is_one_line(result.errors[0], f".{kind}", *named)
+    for name in (link.name, str(key), f"../home/{key.name}", ""):
+        config.write_text(f"[[datasets]]\nimage_jsonl_file = {json.dumps(name)}", "utf-8")
+        result = run_script("tools/import_data.py", config if name else link, tmp_path / "out")
+        named = ("lies outside of", "give this file itself as SOURCE") if name else ("leads out",)
+        assert result.status == 1 and is_one_line(*result.errors, f".{kind}", *named)
+        assert SECRET not in result.out + result.err
 
 @pytest.mark.parametrize("name", ["jobs.jsonl", "metadata.jsonl"])
 def test_a_manifest_that_is_a_link_is_not_quoted(tmp_path, outside, name):
@@ -242,19 +188,17 @@ def test_a_foreign_list_of_known_pictures_is_left_aside(tmp_path, content):
     with within(5):
         assert stat_cache.read_memory(path) == {}
 
-@pytest.mark.parametrize("name", ["pictures.txt", "masks.txt", "models.txt", "x.json"])
-def test_of_a_foreign_cache_no_file_of_gigabytes_is_read_whole(tmp_path, name, monkeypatch):
+def test_of_a_foreign_cache_no_file_of_gigabytes_is_read_whole(tmp_path, monkeypatch):
     """Neither a list of what is known, nor the index in the place of a new one: they are left aside."""
-    monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("read"))
-    monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("read"))
-    with (tmp_path / name).open("wb") as f:
-        f.write(b'{"version": "2.0", "models"')
-        f.truncate(3 * 10**9)
-    if name == "x.json":
-        index_file.write_index(tmp_path / name, [], {}, {})
-        assert (tmp_path / name).stat().st_size < 1000
-    else:
-        assert stat_cache.read_memory(tmp_path / name) == {}
+    for name in ("pictures.txt", "x.json"):
+        with (tmp_path / name).open("wb") as f:
+            f.write(b'{"version": "2.0", "models"')
+            f.truncate(3 * 10**9)
+    for method in ("read_text", "read_bytes"):
+        monkeypatch.setattr(Path, method, lambda *_: pytest.fail("read"))
+    assert stat_cache.read_memory(tmp_path / "pictures.txt") == {}
+    index_file.write_index(tmp_path / "x.json", [], {}, {})
+    assert (tmp_path / "x.json").stat().st_size < 1000
 
 def test_a_caption_is_a_file_of_a_megabyte_at_most(data, plus):
     with (data / "target/cat.txt").open("wb") as f:
@@ -312,72 +256,58 @@ def test_prune_deletes_files_and_links_and_leaves_folders_of_such_names(tmp_path
 
 # ---- indexes ---------------------------------------------------------------------------------------------------------
 
-def first(**changes):
-    """It changes fields of an index's first sample."""
-    return lambda index: index["samples"][0].update(changes)
-
-def hashes(value):
-    """It gives the pictures of an index's first sample another content."""
-    return lambda index: index["samples"][0].update(contents=dict.fromkeys(index["samples"][0]["contents"], value))
-
-def encoding(**changes):
-    return lambda index: index["samples"][0]["encodings"][0].update(changes)
-
-def text(place, value):
-    return lambda index: index["samples"][0]["texts"][0].__setitem__(place, value)
-
-def about(**changes):
-    return lambda index: index["samples"][0]["texts"][0][2].update(changes)
-
-def geometry(**changes):
-    return lambda index: index["geometry"].update(changes)
-
-NAMES = ["/abs", "../../x", "a/../../x", "", ".", "a\0b", "..\\x", "C:\\x", "C:x", "\\\\host\\x", "x" * 300, 5, None,
-         ["a"], "\ud800"]
+NAMES = ["/abs", "../../x", "a/../../x", "", ".", "a\0b", "..\\x", "C:\\x", "\\\\host\\x", "x" * 300, 5, None, ["a"],
+         "\ud800"]
 FILES = ["/etc/passwd", "../latents/x.safetensors", "latents/../../x.safetensors", "latents/x", "", 5, None, ["a"],
          f"latents/{'0' * 32}.pt", f"elsewhere/{'0' * 32}.safetensors"]
 SHAPES = [[[1, -4, 4], [1, 4, 4]], [[1, 4, 10**12], [1, 4, 4]], [[2, 4, 4], [1, 4, 4]], [[1, 4], [1, 4, 4]], [], "abc",
           [[1, 4.5, 4], [1, 4, 4]], [[True, 4, 4], [1, 4, 4]], [[1, 9000, 4], [1, 4, 4]], [[1, 4, 4]] * 3, None, 4,
           [[1, 4, 4]] * 10**4, [[[1]], [[4]]], [[1, float("nan"), 4], [1, 4, 4]], {"1": 2}, [[1, "4", 4], [1, 4, 4]]]
 HASHES = ["", "0", "0" * 63, "0" * 64 + " in sRGB ", "0" * 64 + "\n", "Z" * 64, " in sRGB", None, 5]
-BAD_INDEXES = {
-    **{f"name {n}": first(name=value) for n, value in enumerate(NAMES)},
-    **{f"root {n}": first(root=value) for n, value in enumerate(NAMES)},
-    **{f"file {n}": encoding(file=value) for n, value in enumerate(FILES)},
-    **{f"file of a text {n}": about(file=value) for n, value in enumerate(FILES)},
-    **{f"img_shapes {n}": encoding(img_shapes=value) for n, value in enumerate(SHAPES)},
-    **{f"tokens {value}": about(tokens=value) for value in (-1, 0, 10**9, 1.5, "5", None, True, [5])},
-    **{f"repeats {value}": first(repeats=value) for value in (0, -1, 10**9, 1.5, "5", None, True)},
-    **{f"prompts {n}": first(prompts=value) for n, value in enumerate([[], "go", [5], None, {"go": 1}])},
-    **{f"controls {n}": first(controls=value) for n, value in enumerate(["a", [5], None, ["a"] * 9, ["a\0b"]])},
-    **{f"sizes {n}": first(sizes=value) for n, value in enumerate([5, [5], [[0, 5]], [["a", 5]], [[1, 2, 3]], None])},
-    **{f"target_pixels {n}": geometry(target_pixels=value)
-       for n, value in enumerate([[], ["x"], ["abc"], [-4], [10**9], "native", None, [1.5], [float("inf")]])},
-    **{f"control_pixels {n}": geometry(control_pixels=value) for n, value in enumerate([["x"], "abc", -4, 10**10])},
-    "upscale": geometry(upscale="yes"), "unknown geometry": geometry(x=1), "geometry": lambda i: i.update(geometry=5),
-    "settings": first(settings=dict(out="/x.png")), "contents": first(contents=[1]),
-    **{f"hash {n}": hashes(value) for n, value in enumerate(HASHES)}, "no contents": first(contents={}),
-    "target": first(target=5), "no target": first(target=None), "mask": first(mask=["a"]),
-    "prompt_sizes": first(prompt_sizes="abc"), "no encodings": first(encodings=[]), "encodings": first(encodings=5),
-    "texts": first(texts={}), "no texts": first(texts=[]), "prompt": text(0, 5), "with pictures": text(1, 1),
-    "about a text": text(2, "abc"), "unknown field": first(evil=1), "models": lambda i: i.update(models=[1]),
-    "a text twice": lambda i: i["samples"][0]["texts"].append(i["samples"][0]["texts"][0]),
-    "no name": lambda i: i["samples"][0].pop("name"), "samples": lambda i: i.update(samples={"a": 1}),
-    "no samples": lambda i: i.update(samples=[]), "no version": lambda i: i.pop("version"),
-    "a sample": lambda i: i["samples"].append(5), "auto mask": encoding(mask="x"),
-    "many uses": lambda i: i.update(samples=[i["samples"][0] | dict(repeats=10_000)] * 1001)}
+BAD_FIELDS = { # place in an index, * is the first one: values that cache.py would not write there
+    "samples * name": NAMES, "samples * root": NAMES, "samples * encodings * file": FILES,
+    "samples * texts * 2 file": FILES, "samples * encodings * img_shapes": SHAPES, "samples * contents *": HASHES,
+    "samples * texts * 2 tokens": [-1, 0, 10**9, 1.5, "5", None, True, [5]],
+    "samples * repeats": [0, -1, 10**9, 1.5, "5", None, True], "samples * prompts": [[], "go", [5], None, {"go": 1}],
+    "samples * controls": ["a", [5], None, ["a"] * 9, ["a\0b"]],
+    "samples * sizes": [5, [5], [[0, 5]], [["a", 5]], [[1, 2, 3]], None],
+    "geometry target_pixels": [[], ["x"], ["abc"], [-4], [10**9], "native", None, [1.5], [float("inf")]],
+    "geometry control_pixels": [["x"], "abc", -4, 10**10], "geometry upscale": ["yes"], "geometry x": [1],
+    "geometry": [5], "samples * settings": [dict(out="/x.png")], "samples * contents": [[1], {}],
+    "samples * target": [5, None], "samples * mask": [["a"]], "samples * encodings": [[], 5],
+    "samples * prompt_sizes": ["abc"], "samples * texts": [{}, []], "samples * texts * 0": [5],
+    "samples * texts * 1": [1], "samples * texts * 2": ["abc"], "samples * evil": [1], "models": [[1]],
+    "samples": [{"a": 1}, [], [5]], "samples * encodings * mask": ["x"]}
 
-@pytest.mark.parametrize("kind", BAD_INDEXES)
-def test_a_field_of_an_index_that_cache_py_would_not_write_is_one_line(small, kind):
-    index = json.loads((small.cache / "tiny-data.json").read_bytes())
-    BAD_INDEXES[kind](index)
-    path = small.cache / "stranger.json"
-    path.write_text(json.dumps(index), "utf-8")
-    try:
-        with refused("stranger.json", "run cache.py again"), within(5):
-            index_file.read_index(path)
-    finally:
-        path.unlink()
+OTHER_INDEXES = {
+    "no name": lambda index: index["samples"][0].pop("name"), "no version": lambda index: index.pop("version"),
+    "a sample": lambda index: index["samples"].append(5),
+    "a text twice": lambda index: index["samples"][0]["texts"].append(index["samples"][0]["texts"][0]),
+    "many uses": lambda index: index.update(samples=[index["samples"][0] | dict(repeats=10_000)] * 1001)}
+
+def key_of(inner, word):
+    """-> the key or number that a word of a place means."""
+    if word == "*":
+        return 0 if isinstance(inner, list) else next(iter(inner))
+    return int(word) if isinstance(inner, list) else word
+
+def put_value(index, place, value):
+    *path, last = place.split()
+    for word in path:
+        index = index[key_of(index, word)]
+    index[key_of(index, last)] = value
+
+@pytest.mark.parametrize("place", [*BAD_FIELDS, *OTHER_INDEXES])
+def test_a_field_of_an_index_that_cache_py_would_not_write_is_one_line(small, tmp_path, place):
+    for value in BAD_FIELDS.get(place, [None]):
+        index = json.loads((small.cache / "tiny-data.json").read_bytes())
+        if place in OTHER_INDEXES:
+            OTHER_INDEXES[place](index)
+        else:
+            put_value(index, place, value)
+        (tmp_path / "x.json").write_text(json.dumps(index), "utf-8")
+        with refused("x.json", "run cache.py again"), within(5):
+            index_file.read_index(tmp_path / "x.json")
 
 @pytest.mark.parametrize("content", ["[" * 10**5, "", "5", "null", '{"samples": ' + "[" * 10**5, "\0", "\xff", "[1]"])
 def test_an_index_that_is_none_is_one_line(tmp_path, content):
@@ -401,11 +331,10 @@ def test_a_picture_without_the_hash_that_an_index_names_goes_nowhere(small, tmp_
         picture_files.read_image(scan, content)
     validation = ["--val_data", small.folder / "data", "--cache_dir", tmp_path / "cache"]
     assert run_script("cache.py", *small.cache_flags, *validation).status == 0
-    index = json.loads((tmp_path / "cache/tiny-data-val.json").read_bytes())
+    stranger = tmp_path / "cache/tiny-data-val.json"
+    index = json.loads(stranger.read_bytes())
     for sample in index["samples"]:
-        controls = [private] * len(sample["controls"])
-        sample.update(target=private, controls=controls, contents={private: content})
-    stranger = tmp_path / "cache/stranger.json"
+        sample.update(target=private, controls=[private] * len(sample["controls"]), contents={private: content})
     stranger.write_text(json.dumps(index), "utf-8")
     run = tmp_path / "run"
     result = run_script("train.py", *small.flags, "--val_data", stranger, "--max_steps", 1, "--num_inference_steps", 2,
@@ -418,54 +347,37 @@ def test_a_picture_without_the_hash_that_an_index_names_goes_nowhere(small, tmp_
 
 def test_an_index_whose_files_are_links_that_lead_out_is_refused(small, tmp_path):
     """A link of one file, or of the whole folder."""
-    for name in ("latents", "text"):
-        folder = tmp_path / name
+    for place in ("latents", "text", "latents/*", "text/*"):
+        folder = tmp_path / place.replace("/*", "-file")
         shutil.copytree(small.cache, folder / "cache")
-        file = next((folder / "cache" / name).iterdir())
-        file.rename(folder / file.name)
-        file.symlink_to(folder / file.name)
-        with refused(file, "leads out"):
-            index_file.read_index(folder / "cache/tiny-data.json")
-        file.unlink(), (folder / file.name).rename(file)
-        (folder / "cache" / name).rename(folder / name), (folder / "cache" / name).symlink_to(folder / name)
-        with refused(folder / "cache" / name, "leads out"):
+        path, = list((folder / "cache").glob(place))[:1]
+        path.rename(folder / path.name)
+        path.symlink_to(folder / path.name)
+        with refused(path, "leads out"):
             index_file.read_index(folder / "cache/tiny-data.json")
 
-def shape_of(name, change):
-    """It writes a latents or text file again, with its key and digest, and one tensor changed."""
-    def damage(file):
-        tensors, meta = tensor_files.read_tensors(file, key=file.stem)
-        if name in tensors:
-            tensors[name] = change(tensors[name])
-            tensor_files.write_tensors(file, {k: v for k, v in tensors.items() if v is not None}, meta)
-    return damage
-
-OTHER_SHAPES = {
-    "fewer target tokens": ("latents", "pixel_latent", lambda t: t[1:]), "no target": ("latents", "pixel_latent",
-                                                                                       lambda t: None),
+OTHER_SHAPES = { # folder, tensor, its change, and what is named beside the tensor
+    "fewer target tokens": ("latents", "pixel_latent", lambda t: t[1:]),
+    "no target": ("latents", "pixel_latent", lambda t: None),
     "fewer control tokens": ("latents", "control_latent", lambda t: t[1:]),
-    "channels": ("latents", "pixel_latent", lambda t: t[:, 1:]), "three dims": ("latents", "pixel_latent",
-                                                                                lambda t: t[None]),
+    "channels": ("latents", "pixel_latent", lambda t: t[:, 1:]),
+    "three dims": ("latents", "pixel_latent", lambda t: t[None]),
     "integers": ("latents", "control_latent", lambda t: t.int()), "text": ("text", "prompt_embed", lambda t: t[1:]),
-    "no dims": ("text", "prompt_embed", lambda t: t.sum()), "no text": ("text", "prompt_embed", lambda t: None)}
+    "no dims": ("text", "prompt_embed", lambda t: t.sum()), "no text": ("text", "prompt_embed", lambda t: None),
+    "another encoder": ("text", "prompt_embed", lambda t: t[:, 1:])}
 
 @pytest.mark.parametrize("kind", OTHER_SHAPES)
 def test_a_cached_file_of_other_shapes_than_its_index_says_is_one_line_that_names_it(small, tmp_path, kind):
+    """Though its key and its digest are right. Of a text's width the model tells, and no index."""
     folder, name, change = OTHER_SHAPES[kind]
     shutil.copytree(small.cache, tmp_path / "cache")
     for file in (tmp_path / "cache" / folder).iterdir():
-        shape_of(name, change)(file)
+        tensors, meta = tensor_files.read_tensors(file, key=file.stem)
+        changed = {key: change(tensor) if key == name else tensor for key, tensor in tensors.items()}
+        tensor_files.write_tensors(file, {key: t for key, t in changed.items() if t is not None}, meta)
     result = train(tmp_path / "cache/tiny-data.json", tmp_path, "--cache_dir", tmp_path / "cache")
-    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "cache" / folder, name), result.err[-2000:]
-    assert "Traceback" not in result.err
-
-def test_a_prompt_of_another_encoder_s_width_is_one_line(small, tmp_path):
-    """An index does not say the width; the model that is trained does."""
-    shutil.copytree(small.cache, tmp_path / "cache")
-    for file in (tmp_path / "cache/text").iterdir():
-        shape_of("prompt_embed", lambda t: t[:, 1:])(file)
-    result = train(tmp_path / "cache/tiny-data.json", tmp_path, "--cache_dir", tmp_path / "cache")
-    assert result.status == 1 and is_one_line(result.errors[0], "prompt_embed has 63 columns"), result.err[-2000:]
+    named = "prompt_embed has 63 columns" if kind == "another encoder" else tmp_path / "cache" / folder
+    assert result.status == 1 and is_one_line(result.errors[0], name, named), result.err[-2000:]
 
 def test_a_cache_is_not_filled_through_a_link(data, tmp_path, small):
     """Of a stranger's --cache_dir."""
@@ -483,24 +395,24 @@ def laughs(key, depth=9):
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, depth)]
     return "\n".join([*lines, f"config: {{process: [{{datasets: [{{folder_path: data, {key}: *a{depth - 1}}}]}}]}}"])
 
+SIXTIES = ":0" * 500_000
 BOMBS = {
     "laughs": ("x.yaml", laughs("trigger_word")), "laughs in a control": ("x.yaml", laughs("control_path")),
     "laughs as keys": ("x.yaml", laughs("x").replace("config:", "? *a8\n: 1\nconfig:")),
     "merges": ("x.yaml", "a0: &a0 {x: 1}\n" + "\n".join(
         f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 10)) + "\nconfig: *a9"),
-    "itself": ("x.yaml", "a: &a [*a]\nconfig: *a"), "deep yaml": ("x.yaml", "config: " + "[" * 5000),
-    "deep mapping": ("x.yaml", "config: " + "{a: " * 5000), "long": ("x.yaml", "config: " + "x" * 2**21),
-    "deep toml": ("x.toml", "datasets = " + "[" * 10**5), "deep keys": ("x.toml", ".".join("a" * 10**4) + " = 1"),
+    "itself": ("x.yaml", "a: &a [*a]\nconfig: *a"), "deep yaml": ("x.yaml", "config: " + "{a: " * 5000),
+    "long": ("x.yaml", "config: " + "x" * 2**21), "deep toml": ("x.toml", "datasets = " + "[" * 10**5),
     "digits": ("x.toml", "datasets = " + "9" * 10**5), "deep json": ("x.json", '[{"dataset_type": ' + "[" * 10**5),
     "digits in json": ("x.json", '[{"dataset_type": ' + "9" * 10**5 + "}]"),
     "infinite": ("x.json", '[{"dataset_type": 1e999}]'), "a date": ("x.toml", "datasets = 2020-01-01"),
     "dotted key": ("x.toml", "a." * 60_000 + "b = 1"), "dotted table": ("x.toml", "[" + "a . " * 60_000 + "b]"),
-    "quoted keys": ("x.toml", r'"a\"b".' * 60_000 + "b = 1"), "dots in braces": ("x.toml", "c = {" + "'a'." * 60_000
-                                                                                 + "b = 1}"),
-    "one word": ("x.toml", "a" * 10**6), "quotes": ("x.toml", '"' * 10**6), "escapes": ("x.toml", '"' + "\\" * 10**6),
-    "sixties": ("x.yaml", "a: 1" + ":0" * 500_000), "sixties with a point": ("x.yaml", f"a: 1{':0' * 500_000}.5"),
-    "sixties by a tag": ("x.yaml", f"a: !!int '1{':0' * 500_000}'"),
-    "sixties in a mapping": ("x.yaml", f"a: !!int {{=: '1{':0' * 500_000}'}}"),
+    "quoted keys": ("x.toml", r'"a\"b".' * 60_000 + "b = 1"),
+    "dots in braces": ("x.toml", "c = {" + "'a'." * 60_000 + "b = 1}"), "one word": ("x.toml", "a" * 10**6),
+    "quotes": ("x.toml", '"' * 10**6), "escapes": ("x.toml", '"' + "\\" * 10**6),
+    "sixties": ("x.yaml", f"a: 1{SIXTIES}"), "sixties with a point": ("x.yaml", f"a: 1{SIXTIES}.5"),
+    "sixties by a tag": ("x.yaml", f"a: !!int '1{SIXTIES}'"),
+    "sixties in a mapping": ("x.yaml", f"a: !!int {{=: '1{SIXTIES}'}}"),
     "a long number as a key": ("x.yaml", f"config: {{process: [{{datasets: [{{? 0x{'f' * 5000} : 1}}]}}]}}"),
     "binary": ("x.yaml", "config: !!binary x"), "python": ("x.yaml", "config: !!python/object/apply:os.system [ls]")}
 
@@ -514,25 +426,15 @@ def test_a_configuration_costs_no_more_than_its_size(tmp_path, kind):
     assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0]), result.err[-2000:]
     assert len(result.err) < 1500
 
-DOTS = ["a = [0.1, 0.2, " + "1.5, " * 100 + "]", "# " + "." * 999 + " a.b.c", "a.b.c.d.e = 1",
-        "a = 'x.png, y.png " + "z.png, " * 99 + "'", "a = '/a.b/c.d/e.f/" * 9]
-
-@pytest.mark.parametrize("text", DOTS)
-def test_dots_that_join_no_keys_are_read(text):
+def test_dots_that_join_no_keys_are_read():
     """Numbers, names of files, a rule of dots."""
-    from tools import import_configs
-    assert not import_configs.LONG_KEY.search(text)
-
-def test_an_ordinary_alias_is_read(data, tmp_path):
-    (tmp_path / "x.yaml").write_text(f"""
-base: &base {{caption_ext: txt, folder_path: {data}/target, control_path: {data}/control}}
-config: {{process: [{{datasets: [{{<<: *base}}]}}]}}""", encoding="utf-8")
-    assert "2 samples" in run_script("tools/import_data.py", tmp_path / "x.yaml", tmp_path / "out").out
+    for text in ("a = [0.1, " + "1.5, " * 100 + "]", "# " + "." * 999 + " a.b.c", "a.b.c.d.e = 1",
+                 "a = 'x.png, y.png " + "z.png, " * 99 + "'", "a = '/a.b/c.d/e.f/" * 9):
+        assert not import_configs.LONG_KEY.search(text)
 
 def test_a_picture_that_would_be_computed_too_large_is_one_line(data, tmp_path):
     """Whoever asks for it: a flag here; a LoRA, a line of jobs.jsonl and a model's folder come the same way."""
-    flags = ["--data", data, "--cache_dir", tmp_path / "cache", "--target_pixels", 5000 * 5000]
-    result = run_script("cache.py", *flags)
+    result = make_cache(data, tmp_path / "cache", "--target_pixels", 5000 * 5000)
     assert result.status == 1 and is_one_line(result.errors[0], "over 4096x4096"), result.err
 
 def test_a_jpeg_of_a_thousand_scans_is_one_line(tmp_path):
@@ -548,36 +450,29 @@ def test_a_jpeg_of_a_thousand_scans_is_one_line(tmp_path):
         picture_files.read_image(tmp_path / "b.jpg")
 
 PAIR = dict(target="a.png", prompt="go")
-MANY = {"columns": ("rows.csv", f"target,control,prompt{',a' * 200_000}\n" + "a\n" * 3000, "200,003 columns"),
-        "tabs": ("rows.tsv", "\t" * 200_000 + "\n" + "a\n" * 3000, "200,001 columns"),
-        "short rows": ("rows.csv", f"target,control,prompt{''.join(f',c{n}' for n in range(900))}\n" + "a\n" * 10**6,
-                       "most rows lack most of its 903 columns"),
-        "digits in csv": ("rows.csv", f"target,prompt,control_{'1' * 5000}\na.png,go,b.png\n", "no control"),
-        "digits in jsonl": ("rows.jsonl", json.dumps(PAIR | {f"control_{'1' * 5000}": "b.png"}), "no control"),
-        "digits in json": ("rows.json", json.dumps([PAIR | {f"target_{'1' * 5000}": "b.png"}]), "no control"),
-        "controls": ("rows.jsonl", json.dumps(PAIR | dict(control=["b.png"] * 200_000)),
-                     "200,000 controls, and a sample has 99 at most"),
-        "controls in columns": ("rows.json", json.dumps([PAIR | dict(control_1="b.png", control_2=["b.png"] * 99)]),
-                                "100 controls"),
-        "targets": ("rows.jsonl", json.dumps(PAIR | dict(target=["a.png"] * 200_000, control="b.png")), "several"),
-        "a prompt": ("rows.jsonl", json.dumps(PAIR | dict(control="b.png", prompt="go " * 4_000_000)),
-                     "prompt of 12,000,000 letters; shorten it"),
-        "a key twice": ("rows.json", f'[{{"{"a" * 9999}": 1, "{"a" * 9999}": 2}}]', "twice")}
+MANY = { # file, its content, and what is named
+    "columns": ("rows.csv", f"target,control,prompt{',a' * 200_000}\n" + "a\n" * 3000, "200,003 columns"),
+    "tabs": ("rows.tsv", "\t" * 200_000 + "\n" + "a\n" * 3000, "200,001 columns"),
+    "short rows": ("rows.csv", f"target,control,prompt{',c' * 900}\n" + "a\n" * 10**6, "columns"),
+    "digits in csv": ("rows.csv", f"target,prompt,control_{'1' * 5000}\na.png,go,b.png\n", "no control"),
+    "digits in json": ("rows.json", [PAIR | {f"target_{'1' * 5000}": "b.png"}], "no control"),
+    "controls": ("rows.json", [PAIR | dict(control=["b.png"] * 200_000)], "200,000 controls, and a sample has 99"),
+    "controls in columns": ("rows.json", [PAIR | dict(control_1="b.png", control_2=["b.png"] * 99)], "100 controls"),
+    "targets": ("rows.json", [PAIR | dict(target=["a.png"] * 200_000, control="b.png")], "several"),
+    "a prompt": ("rows.json", [PAIR | dict(control="b.png", prompt="go " * 4_000_000)], "12,000,000 letters; shorten"),
+    "a key twice": ("rows.json", f'[{{"{"a" * 9999}": 1, "{"a" * 9999}": 2}}]', "twice")}
 
 @pytest.mark.parametrize("kind", MANY)
 def test_a_row_costs_no_more_than_its_size_and_its_error_is_short(tmp_path, kind):
     name, content, named = MANY[kind]
-    (tmp_path / name).write_text(content, "utf-8")
-    for picture in "ab":
-        save(paint_picture(), tmp_path / f"{picture}.png")
+    put(tmp_path, "a.png b.png")
     with within(5):
-        result = run_script("tools/import_data.py", tmp_path / name, tmp_path / "out")
-    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], name), result.err[-2000:]
-    assert named in result.errors[0] and len(result.err) < 1500
+        result = run_script("tools/import_data.py", write_rows(tmp_path / name, content), tmp_path / "out")
+    assert result.status == 1 and is_one_line(*result.errors, name, named), result.err[-2000:]
+    assert len(result.err) < 1500
 
 def test_a_table_is_read_a_row_at_a_time(tmp_path):
     """A row of a hundred letters has a cell for each of a thousand columns, and all of them would take gigabytes."""
-    from tools import import_data
     (tmp_path / "rows.csv").write_text(",".join(f"c{n}" for n in range(1000)) + "\n" + ("," * 110 + "\n") * 10**5,
                                        "utf-8")
     with within(4):
@@ -585,20 +480,16 @@ def test_a_table_is_read_a_row_at_a_time(tmp_path):
     assert where.endswith("rows.csv:2") and len(row) == 1000
 
 def test_a_parquet_file_has_a_thousand_columns_at_most(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-    table = pyarrow.table({f"c{n}": [1] for n in range(1001)})
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    result = run_script("tools/import_data.py", tmp_path / "rows.parquet", tmp_path / "out")
+    path = write_parquet(tmp_path / "rows.parquet", [{f"c{n}": 1 for n in range(1001)}])
+    result = run_script("tools/import_data.py", path, tmp_path / "out")
     assert result.status == 1 and is_one_line(result.errors[0], "rows.parquet", "1,000 columns")
 
 def test_a_long_trigger_word_is_not_written_into_a_caption_a_hundred_thousand_times(data, tmp_path):
     (data / "target/cat.txt").write_text("[name]" * 150_000, "utf-8")
-    (tmp_path / "x.yaml").write_text(json.dumps(dict(config=dict(process=[dict(datasets=[dict(
-        folder_path=f"{data}/target", control_path=f"{data}/control", trigger_word="x" * 500_000)])]))),
-            encoding="utf-8")
+    own = dict(folder_path=f"{data}/target", control_path=f"{data}/control", trigger_word="x" * 500_000)
+    config = write_rows(tmp_path / "x.yaml", dict(config=dict(process=[dict(datasets=[own])])))
     with within(5):
-        result = run_script("tools/import_data.py", tmp_path / "x.yaml", tmp_path / "out")
+        result = run_script("tools/import_data.py", config, tmp_path / "out")
     assert result.status == 1 and is_one_line(result.errors[0], "trigger word of 500,000 letters")
 
 def test_a_manifests_prompt_and_controls_have_limits_before_anything_reads_them(data, plus):
@@ -628,9 +519,8 @@ def test_a_sheet_paints_a_long_prompt_in_no_time():
         assert contact_sheets.contact_sheet([cells], ["", ""]).size
 
 def test_repeats_have_a_limit(data):
-    for value in (10_001, 10**9):
-        result = run_script("cache.py", "--data", data, "--repeats", value)
-        assert result.status == 2 and is_one_line(result.errors[0], "--repeats", "1 to 10000")
+    result = run_script("cache.py", "--data", data, "--repeats", 10_001)
+    assert result.status == 2 and is_one_line(result.errors[0], "--repeats", "1 to 10000")
 
 # ---- whatever is in them ---------------------------------------------------------------------------------------------
 
