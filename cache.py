@@ -79,10 +79,10 @@ try: # the one that works without torchvision; from transformers 5.4 on it has a
 except ModuleNotFoundError:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil
 
-from library.models import devices, model_files, quantization
+from library.models import devices, model_files, picture_vae, quantization
 from rope_patch import ROPE_TABLE
 
-PREPROCESSING = 3 # part of every key: add 1 when the preparation of pictures or prompts changes
+PREPROCESSING = 4 # part of every key: add 1 when the preparation of pictures or prompts changes
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
@@ -180,6 +180,10 @@ def load_part(cls, folder, dtype):
         raise InputError(f"{folder}: {len(missing)} tensors are missing, for instance {missing[0]}; download it again")
     return model_files.copy_mapped_weights(model).requires_grad_(False).eval()
 
+def load_vae(folder, dtype):
+    """The VAE in this folder, which computes pictures as pictures."""
+    return picture_vae.patch_vae_for_pictures(load_part(AutoencoderKLQwenImage, folder, dtype))
+
 def load_encoder(pipe, encoder, args):
     """Adds the VAE ("vae") or the text encoder ("text") to the pipeline, on its device. The VAE's decoder stays on the
     CPU: encoding does not need it. args: dtype, device and quantisation flags of command_line.add_model_flags.
@@ -187,7 +191,7 @@ def load_encoder(pipe, encoder, args):
     for ever."""
     folder = Path(pipe.name_or_path)
     if encoder == "vae": # its encoder is what encode_image uses
-        pipe.vae = load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype)
+        pipe.vae = load_vae(folder / "vae", args.dtype)
         pipe.vae.encoder.to(args.vae_device)
         pipe.vae.quant_conv.to(args.vae_device)
     else:

@@ -1,11 +1,12 @@
 """
-Five claims, each with a negative control that shows its teeth. The oracle is stock diffusers, one sample at a time.
+Six claims, each with a negative control that shows its teeth. The oracle is stock diffusers, one sample at a time.
 
 1. A call that stock diffusers knows is bit-equal to stock.
 2. A batch of mixed sizes, and its gradients, equal stock one sample at a time; pads never leak.
 3. A training step is the formula with the stock model; packed, one at a time and on two processes alike.
 4. A resumed run is the unbroken run, a cached sample is the live one, and the LoRA loads in the stock pipeline.
 5. What predict.py generates is what the stock pipeline draws.
+6. The VAE computes one frame with stock's numbers, and several frames as stock does.
 
 $ pytest test_consistency.py                                    # float32 on the CPU, two minutes on one core
 $ pytest test_consistency.py --dtype bfloat16 --device cuda     # one GPU
@@ -31,13 +32,14 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_code
 from peft import LoraConfig, set_peft_model_state_dict
 from PIL import Image
 
 import cache
 from library.files import tensor_files
+from library.models import picture_vae
 import predict
 import rope_patch
 from rope_patch import extract_batch_field, get_image_shapes_multi_resolution, patch_qwen_model_for_multi_resolution
@@ -512,6 +514,79 @@ def test_decoded_picture_is_the_stock_pipelines(photos):
             stock = pipe(image=[Image.open(photos[0])], prompt="x", num_inference_steps=1, height=64, width=96,
                          true_cfg_scale=1.0).images[0]
     assert np.array_equal(np.asarray(predict.decode(pipe.vae, latents, [(1, 4, 6)])[0]), np.asarray(stock))
+
+# ==== claim 6: the VAE computes one frame with stock's numbers ========================================================
+
+@functools.cache
+def hot_vae(dtype="float32"):
+    """It returns a small stock VAE of the real structure; its norms' factors differ, and so do all its layers."""
+    torch.manual_seed(0)
+    vae = AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1).requires_grad_(False).eval()
+    for name, weight in vae.named_parameters():
+        if name.endswith("gamma"):
+            weight += 0.2 * torch.randn_like(weight)
+    return vae.to(torch.bfloat16).to(DEVICE, getattr(torch, dtype)) # exact in bfloat16, as hot_model
+
+def picture_vae_of(vae):
+    return picture_vae.patch_vae_for_pictures(copy.deepcopy(vae))
+
+def randn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).bfloat16().float()
+
+@torch.no_grad()
+def both_ways(vae, pixels, latents):
+    """It returns the encoding of pixels and the decoding of latents, in float32."""
+    pixels, latents = [x.to(DEVICE, vae.dtype) for x in (pixels, latents)]
+    return vae.encode(pixels).latent_dist.parameters.float(), vae.decode(latents).sample.float()
+
+@pytest.mark.parametrize("batch, height, width", [(1, 64, 48), (2, 24, 40), (1, 43, 35), (1, 8, 80)])
+def test_one_frame_equals_stock(batch, height, width):
+    """In float32 within 1e-5; bfloat16 is no further from stock's float32 than stock's bfloat16 is. A kernel's slice of
+    another frame is wrong."""
+    x = randn(batch, 3, 1, height, width), randn(batch, 16, 1, -(-height // 8), -(-width // 8))
+    want, ours = both_ways(hot_vae(), *x), picture_vae_of(hot_vae())
+    rounded, in_bf16 = [both_ways(vae, *x) for vae in (hot_vae("bfloat16"), picture_vae_of(hot_vae("bfloat16")))]
+    got = both_ways(ours, *x)
+    for layer in ours.modules():
+        if isinstance(layer, torch.nn.Conv3d) and layer.kernel_size[0] == 3:
+            layer.weight.data = layer.weight.data.roll(1, dims=2)
+    for name, *tensors in zip(("encoded", "decoded"), got, in_bf16, rounded, both_ways(ours, *x), want):
+        exact, bf16, stock_bf16, wrong = [rel(tensor, tensors[-1]) for tensor in tensors[:-1]]
+        show(f"{name}, from stock", exact, 1e-5)
+        show(f"{name} in bfloat16, from stock in float32", bf16, 1.1 * stock_bf16)
+        assert exact <= 1e-5 and bf16 <= 1.1 * stock_bf16 and wrong > 0.1
+
+def test_one_frame_in_strips_equals_the_whole(monkeypatch):
+    """Strips of 8 rows, at each scale, of two pictures. With a row less above and below they would differ."""
+    x, vae = (randn(2, 3, 1, 152, 24), randn(2, 16, 1, 19, 3)), picture_vae_of(hot_vae())
+    whole, real = both_ways(vae, *x), picture_vae.in_strips
+    monkeypatch.setattr(picture_vae, "STRIP", 1)
+    strips = both_ways(vae, *x)
+    monkeypatch.setattr(picture_vae, "in_strips", lambda f, x, halo=0, scale=1: real(f, x, max(halo - 1, 0), scale))
+    for name, got, want, wrong in zip(("encoded", "decoded"), strips, whole, both_ways(vae, *x)):
+        show(f"{name} in strips, from the whole", rel(got, want), 1e-6)
+        assert rel(got, want) <= 1e-6 and rel(wrong, want) > 1e-3
+
+def test_one_frame_leaves_videos_tiles_weights_and_other_models_to_stock(tmp_path):
+    """Bit for bit, also behind a picture; a picture in tiles equals stock's. Patching twice is patching once, and a copy
+    computes with its own weights."""
+    stock, ours = copy.deepcopy(hot_vae()), picture_vae.patch_vae_for_pictures(picture_vae_of(hot_vae()))
+    video, picture = (randn(1, 3, 5, 32, 24), randn(1, 16, 2, 4, 3)), (randn(1, 3, 1, 32, 24), randn(1, 16, 1, 4, 3))
+    for tiled in (False, True):
+        for vae in (stock, ours):
+            if tiled:
+                vae.enable_tiling(24, 24, 16, 16)
+        found, want, want_video = both_ways(ours, *picture), both_ways(stock, *picture), both_ways(stock, *video)
+        assert max(map(rel, found, want)) <= 1e-5 and not torch.equal(found[1], want[1])
+        assert_bitwise(both_ways(ours, *video), want_video)
+    twin = copy.deepcopy(ours)
+    twin.decoder.conv_out.weight.zero_()
+    assert not torch.equal(both_ways(twin, *picture)[1], found[1])
+    assert_bitwise(both_ways(ours, *picture), found)
+    for name, vae in dict(ours=ours, stock=stock).items():
+        vae.save_pretrained(tmp_path / name)
+    for file in ("config.json", "diffusion_pytorch_model.safetensors"):
+        assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "stock" / file).read_bytes()
 
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__, *sys.argv[1:]]))

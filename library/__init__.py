@@ -25,7 +25,8 @@ def refuse_package(folder):
 
 
 # the code that makes an encoded file
-ENCODING = ["cache.py", "library/data/picture_files.py", "library/data/automatic_mask.py"]
+ENCODING = ["cache.py", "library/data/picture_files.py", "library/data/automatic_mask.py",
+            "library/models/picture_vae.py"]
 
 
 def code_hash(files):

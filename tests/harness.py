@@ -31,7 +31,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import OPTIONS
-from diffusers import QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as v1_code
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_code
 from peft import LoraConfig
@@ -169,6 +169,7 @@ def stock_pipeline(folder):
     pipe = cache.load_pipeline(folder)
     for part in ("vae", "text"):
         cache.load_encoder(pipe, part, encoder_flags())
+    pipe.vae = cache.load_part(AutoencoderKLQwenImage, folder / "vae", "float32") # not patched for pictures
     pipe.transformer = cache.load_part(QwenImageTransformer2DModel, folder / "transformer", "float32")
     pipe.set_progress_bar_config(disable=True)
     return pipe

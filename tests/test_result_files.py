@@ -280,7 +280,7 @@ def test_files_that_other_code_has_encoded_are_told_of_once(data, tmp_path, edit
     files = cached_files(tmp_path / "c")
     edit("library/data/automatic_mask.py")
     warnings = [line for line in make_cache(data, tmp_path / "c").err.splitlines() if "another cache.py" in line]
-    assert len(warnings) == 1 and "PREPROCESSING (3)" in warnings[0] and cached_files(tmp_path / "c") == files
+    assert len(warnings) == 1 and "PREPROCESSING (4)" in warnings[0] and cached_files(tmp_path / "c") == files
 
 def test_a_few_files_of_others_among_many_are_told_of_in_a_folder_of_any_name(tmp_path, capsys):
     """Of 200 the 10 in the middle: no header at either end says it."""

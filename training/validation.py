@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from diffusers import AutoencoderKLQwenImage
 
 import cache
 import common
@@ -59,7 +58,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         if encoders:
             self.vae = encoders.vae
         else:
-            self.vae = cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)
+            self.vae = cache.load_vae(model_folder / "vae", args.dtype)
         self.most = result_files.longest_name(out_dir)
         # the files that this process has saved of the pictures that are the same in each validation
         self.saved = set()
