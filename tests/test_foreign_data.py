@@ -94,8 +94,7 @@ def test_image_folder_leaves_out_what_leads_out_and_a_picture_that_is_named_may_
 def test_jobs_jsonl_may_name_any_picture_and_a_dataset_given_as_jobs_may_not(data, outside, tmp_path):
     line = json.dumps(dict(control=[str(outside / "control/cat.png")], prompt="go"))
     for name, count in (("jobs.jsonl", 1), ("metadata.jsonl", 0)):
-        (tmp_path / "list").mkdir(exist_ok=True)
-        (tmp_path / "list" / name).write_text(line, "utf-8")
+        write_rows(tmp_path / "list" / name, line)
         for root in [tmp_path / "list" / name, tmp_path / "list"][:2 - count]:
             samples, problems = dataset.read_dataset(root, is_job=True)
             assert (len(samples), len(problems)) == (count, 1 - count)
@@ -105,20 +104,18 @@ def test_jobs_jsonl_may_name_any_picture_and_a_dataset_given_as_jobs_may_not(dat
 def test_a_lines_out_stays_below_out_dir_after_links_too(data, outside, tmp_path, out):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/link").symlink_to(outside)
-    before = sorted(tmp_path.rglob("*"))
-    (tmp_path / "jobs.jsonl").write_text(json.dumps(dict(image=str(data / "control/cat.png"), prompt="go", out=out)),
-                                         "utf-8")
-    result = run_script("predict.py", "--jobs", tmp_path / "jobs.jsonl", "--out_dir", tmp_path / "out", "--cache_dir",
-                        tmp_path / "c", "--num_inference_steps", 2)
+    before = set(tmp_path.rglob("*.png"))
+    jobs = write_rows(tmp_path / "jobs.jsonl", dict(image=str(data / "control/cat.png"), prompt="go", out=out))
+    result = run_script("predict.py", "--jobs", jobs, "--out_dir", tmp_path / "out", "--cache_dir", tmp_path / "c")
     assert result.status == 1 and is_one_line(result.errors[0], "out", "below --out_dir")
-    assert {p for p in tmp_path.rglob("*.png")} <= set(before)
+    assert set(tmp_path.rglob("*.png")) == before
 
 def test_a_manifests_absolute_paths_through_a_link_give_names_inside(data, tmp_path):
     (tmp_path / "x/y").mkdir(parents=True)
     (tmp_path / "x/y/link").symlink_to(data)
     shutil.move(data / "target/cat.png", data / "cat.png")
     row = dict(target=str(data / "cat.png"), control=[str(data / "control/cat.png")], prompt="go")
-    (data / "metadata.jsonl").write_text(json.dumps(row), "utf-8")
+    write_rows(data / "metadata.jsonl", row)
     samples, problems = dataset.read_dataset(tmp_path / "x/y/link/metadata.jsonl")
     assert [s.name for s in samples] == ["cat"] and not problems
 
@@ -135,7 +132,7 @@ def test_a_table_or_a_folder_that_is_found_is_no_link_to_elsewhere(outside, tmp_
 def test_a_table_that_is_named_may_name_pictures_and_nothing_else(data, outside, tmp_path):
     """A key that it calls a control is not copied."""
     row = dict(target=str(data / "target/cat.png"), control=str(outside / "key.txt"), prompt="go")
-    result = run_script("tools/import_data.py", write_rows(tmp_path / "rows.jsonl", row), tmp_path / "out")
+    result = run_script("tools/import_data.py", write_rows(tmp_path / "list/rows.jsonl", row), tmp_path / "out")
     assert result.status == 1 and is_one_line(result.errors[0], "key.txt")
     assert SECRET not in result.err + result.out and not (tmp_path / "out").exists()
 
@@ -199,12 +196,14 @@ def test_of_a_foreign_cache_no_file_of_gigabytes_is_read_whole(tmp_path, monkeyp
     index_file.write_index(tmp_path / "x.json", [], {}, {})
     assert (tmp_path / "x.json").stat().st_size < 1000
 
-def test_a_caption_is_a_file_of_a_megabyte_at_most(data, plus):
+@pytest.mark.parametrize("size, named", [(2**31, "over 1,048,576 bytes"), (900_000, "prompt of 900,000 letters")])
+def test_a_caption_has_limits_before_anything_reads_it(data, plus, size, named):
     with (data / "target/cat.txt").open("wb") as f:
-        f.truncate(2**31) # two gigabytes, which take no space
+        f.write(b"go" * 450_000)
+        f.truncate(size) # two gigabytes, which take no space
     with within(5):
         samples, problems = samples_of(plus, data)
-    assert list(samples) == ["good"] and is_one_line(*problems, "target/cat.txt", "over 1,048,576 bytes")
+    assert list(samples) == ["good"] and is_one_line(*problems, "target/cat.txt", named)
 
 def test_a_merged_model_holds_no_file_that_a_link_of_the_model_names(outside, tmp_path, two_loras):
     model = copy_model(tmp_path / "model")
@@ -482,24 +481,16 @@ def test_a_long_trigger_word_is_not_written_into_a_caption_a_hundred_thousand_ti
         result = run_script("tools/import_data.py", config, tmp_path / "out")
     assert result.status == 1 and is_one_line(result.errors[0], "trigger word of 500,000 letters")
 
-def test_a_manifests_prompt_and_controls_have_limits_before_anything_reads_them(data, plus):
-    """A caption's too, and those of a job."""
+def test_a_manifests_prompt_and_controls_have_limits_before_anything_reads_them(data):
     row = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
-    rows = [row, row | dict(prompt="go " * 4_000_000), row | dict(prompt=["go", "x" * 200_001]),
-            row | dict(control=row["control"] * 200_000), row | dict(control=row["control"] * 100)]
-    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    large = {"12,000,000 letters": dict(prompt="go " * 4_000_000), "100 controls": dict(control=["a.png"] * 100),
+             "200,000 controls": dict(control=["a.png"] * 200_000)}
+    write_rows(data / "metadata.jsonl", row, *[row | change for change in large.values()])
     for is_job in (False, True):
         with within(5):
             samples, problems = dataset.read_dataset(data / "metadata.jsonl", is_job)
-        said = ["12,000,000 letters", "200,001 letters", "200,000 controls", "100 controls"]
-        said = said[:1] + said[2:] if is_job else said # a job has one prompt
-        assert len(samples) == 1 and all(any(words in problem for problem in problems) for words in said)
-        assert all(map(is_one_line, problems)) and len(problems) == 4 and max(map(len, problems)) < 300
-    (data / "metadata.jsonl").unlink()
-    (data / "target/cat.txt").write_text("go " * 300_000, "utf-8")
-    with within(5):
-        samples, problems = samples_of(plus, data)
-    assert list(samples) == ["good"] and is_one_line(*problems, "target/cat.txt", "prompt of 900,000 letters")
+        assert len(samples) == 1 and len(problems) == len(large) and max(map(len, problems)) < 300
+        assert all(is_one_line(problem, named) for problem, named in zip(problems, large))
 
 def test_a_sheet_paints_a_long_prompt_in_no_time():
     """A cell has room for three hundred letters."""

@@ -177,6 +177,7 @@ def test_a_source_that_cannot_be_understood_is_named(tmp_path, kind):
     assert len(errors) == 1 and is_one_line(errors[0], tmp_path / "source", *named), errors
 
 def test_parquet_files_become_a_dataset_if_something_here_can_read_them(tmp_path, monkeypatch):
+    """What is wrong in them is named by its row."""
     source, path = put(tmp_path / "source", "0.png 1.png 2.png"), tmp_path / "hf/data/train-00000-of-00001.parquet"
     write_rows(path, "PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -184,14 +185,18 @@ def test_parquet_files_become_a_dataset_if_something_here_can_read_them(tmp_path
     monkeypatch.undo()
     pytest.importorskip("pyarrow")
     assert "cannot be read" in import_data(tmp_path / "hf", tmp_path / "out", status=1).errors[0]
-    cells = [dict(bytes=(source / f"{n}.png").read_bytes(), path="") for n in range(3)]
-    rows = [dict(input_image=cells[n:], edit_prompt=["a\nb", "c"][n], edited_image=cells[n]) for n in range(2)]
-    write_parquet(path, rows + [dict(input_image=[], edit_prompt="d", edited_image=cells[2])])
+    save(Image.merge("RGB", [hole(), hole(32), hole(5)]), source / "3.png") # no mask
+    cells = [dict(bytes=(source / f"{n}.png").read_bytes(), path="") for n in range(4)]
+    rows = [dict(input_image=cells[n:3], edit_prompt=["a\nb", "c"][n], edited_image=cells[n], mask=None)
+            for n in range(2)]
+    rows += [rows[0] | dict(input_image=[]), rows[0] | dict(edit_prompt="d", mask=cells[3])]
+    write_parquet(path, rows)
     write_parquet(path.with_name("test-00000-of-00001.parquet"), [rows[0] | dict(edit_prompt="held out")])
     for source in (tmp_path / "hf", path):
         got = import_data(source, tmp_path / f"out of {source.name}", "--skip_bad")
         assert [*got.samples.values()] == [(["a b"], [0, 0, 1, 2], None), (["c"], [1, 1, 2], None)]
-        assert len(got.errors) == 1 and is_one_line(got.errors[0], f"{path.name}: row 2", "empty control", "--skip_bad")
+        assert is_one_line(got.errors[0], f"{path.name}: row 2", "empty control", "--skip_bad")
+        assert is_one_line(got.errors[1], "mask of 000003-", "white on black") and ".import-" not in got.err
 
 def test_one_instruction_serves_all_targets_that_have_none(tmp_path):
     source = put(tmp_path / "my photos", "after/cat.jpg before/cat.png after/dog.png before/dog.png", ["after/dog.txt"])
@@ -317,7 +322,6 @@ def test_the_folders_that_are_given_are_only_read(tmp_path):
         assert is_one_line(error, out, "only read")
 
 WRONG_FLAGS = { # flags, exit status, and what is named
-    "--control b": (2, "--target: missing"), "--mask b": (2, "--target: missing"),
     "--target a": (1, "--control DIR", "--alone"),
     "--target a --control a": (1, "both targets and controls"), "--target a --control gone": (1, "gone: no folder"),
     "--target a --control b --alone": (1, "leave --alone out"), "--target a --control b c": (1, "no control in", "c;"),
@@ -385,16 +389,6 @@ def test_a_table_of_magicbrush_gives_the_holes_as_masks(tmp_path):
     [line] = [line for line in got.out.splitlines() if "select nothing or everything" in line]
     assert "left out, 1: " in line and line.endswith("none-mask.png")
     assert len(read_dataset(tmp_path / "out")[0]) == 3
-
-def test_a_mask_in_a_parquet_file_is_named_by_its_row(tmp_path):
-    pytest.importorskip("pyarrow")
-    bytes_of = {}
-    for name, image in dict(a=PICTURES[0], strokes=Image.merge("RGB", [hole(), hole(32), hole(5)])).items():
-        bytes_of[name] = dict(bytes=save(image, tmp_path / f"{name}.png").read_bytes(), path=None)
-    row = dict(source_img=bytes_of["a"], target_img=bytes_of["a"], mask_img=bytes_of["strokes"], instruction="go")
-    path = write_parquet(tmp_path / "data.parquet", [row])
-    error = import_data(path, tmp_path / "out", status=1).errors[0]
-    assert is_one_line(error, "mask of 000000-", "white on black") and ".import-" not in error
 
 def test_a_mask_in_our_form_is_linked_and_another_form_is_written_once_in_ours(tmp_path):
     """OneTrainer's, beside its target. A turned one is written upright."""
@@ -476,12 +470,10 @@ def test_version_1_dictionaries_become_today_s_cache(tmp_path, caches, form):
         assert got.sizes == want.sizes and got.encodings[0]["img_shapes"] == want.encodings[0]["img_shapes"]
 
 SPOILS = [dict(height=None), dict(width_control=None), dict(pixel_latent=None), dict(height=torch.tensor([32])),
-          dict(height=torch.tensor([[64, 64, 64]])), dict(prompt_embeds_mask=torch.ones(3)),
-          dict(pixel_latent=torch.zeros(16)), dict(edit_mask=torch.ones(3)), {}, # the last ones of another version
-          dict(version=torch.tensor(3.0)), dict(version=torch.tensor([1, 0])), dict(img_shapes=torch.ones(2, 2)),
-          dict(img_shapes=torch.tensor([[1, -4, -4], [1, 4, 4]])),
-          dict(img_shapes=torch.tensor([[16, 1, 1], [1, 4, 4]])),
-          dict(img_shapes=torch.tensor([[1, 4, 4, 1]] * 2)), dict(pixel_latent=torch.zeros(2, 16, 64)), # two samples
+          dict(height=torch.tensor([[64, 64, 64]])), dict(prompt_embeds_mask=torch.ones(3)), {}, # of another version
+          dict(version=torch.tensor(3.0)), dict(version=torch.tensor([1, 0])), dict(edit_mask=torch.ones(3)),
+          dict(img_shapes=torch.tensor([[1, -4, -4], [1, 4, 4]])), dict(img_shapes=torch.ones(2, 2)),
+          dict(img_shapes=torch.tensor([[16, 1, 1], [1, 4, 4]])), dict(pixel_latent=torch.zeros(2, 16, 64)),
           dict(pixel_latent=torch.full((1, 16, 64), torch.nan)), dict(pixel_latent=torch.zeros(1, 16, 64).long()),
           dict(prompt_embeds_mask=torch.zeros(1, 0), prompt_embed=torch.zeros(1, 0, 64))]
 def test_every_broken_dictionary_is_named_and_the_others_are_converted(tmp_path, caches):
@@ -489,12 +481,11 @@ def test_every_broken_dictionary_is_named_and_the_others_are_converted(tmp_path,
     for n, spoil in enumerate(SPOILS):
         tensors = safetensors.torch.load_file(source / "cat.safetensors") | spoil
         tensors = {k: v for k, v in tensors.items() if v is not None}
-        safetensors.torch.save_file(tensors, source / f"{n}.safetensors", dict(version="1.7" if n == 8 else "1.0"))
+        version = "1.0" if spoil else "1.7"
+        safetensors.torch.save_file(tensors, source / f"x{n:02}.safetensors", dict(version=version))
     errors = import_data(source, tmp_path / "out", status=1).errors
-    named = dict(enumerate(errors)) if len(errors) == len(SPOILS) else {} # 0, 1, 10, 11, 2, ... in their order
-    order = sorted(range(len(SPOILS)), key=str)
-    assert all(f"/{order[n]}.safetensors: " in error for n, error in named.items()) and named
-    assert "version 1.7)" in errors[order.index(8)] and "version 1.0, 3.0" in errors[order.index(9)]
+    assert len(errors) == len(SPOILS) and all(f"/x{n:02}.safetensors: " in error for n, error in enumerate(errors))
+    assert "version 1.7)" in errors[6] and "version 1.0, 3.0" in errors[7]
     assert import_data(source, tmp_path / "out", "--skip_bad").errors == errors
     assert index_of(tmp_path / "out").keys() == {"cat", "dog"}
 
