@@ -1,6 +1,6 @@
 """
 What a stranger may have put into a JSON file: types swapped, numbers that are huge or none, texts with controls, things
-missing, added, nested. Used by test_foreign_headers.py and test_page.py; --fuzz N makes N damages of each file.
+missing, added, nested. Used by test_foreign_*.py and test_page.py; --fuzz N makes N damages of each file.
 """
 import copy
 import json
@@ -30,7 +30,7 @@ def keys_of(place):
         return list(place)
     return list(range(len(place))) if isinstance(place, list) else []
 
-def damage(rng, value):
+def damage(rng, value, strange=STRANGE):
     """A JSON value with one to three changes, anywhere in it: types swapped, huge, nested, missing, added."""
     value = json.loads(json.dumps(value))
     for _ in range(rng.randint(1, 3)):
@@ -42,22 +42,22 @@ def damage(rng, value):
                 continue
             how = rng.random()
             if how < 0.7:
-                place[key] = copy.deepcopy(rng.choice(STRANGE))
+                place[key] = copy.deepcopy(rng.choice(strange))
             elif how < 0.85:
                 del place[key]
             elif isinstance(place, dict):
-                place[rng.choice([*keys, "x", "\x1b", "rank_pattern"])] = copy.deepcopy(rng.choice(STRANGE))
+                place[rng.choice([*keys, "x", "\x1b", "rank_pattern"])] = copy.deepcopy(rng.choice(strange))
             else:
-                place.insert(0, copy.deepcopy(rng.choice(STRANGE)))
+                place.insert(0, copy.deepcopy(rng.choice(strange)))
             break
     return value
 
-def fuzz(name, value, case, seconds=2.0, share=1, refuses=True):
+def fuzz(name, value, case, seconds=2.0, share=1, refuses=True, strange=STRANGE):
     """case(damaged value) succeeds or raises an InputError of one line, within these seconds. share: of the FUZZ.
-    refuses: some are refused; what skips damages refuses none."""
+    refuses: some are refused; what skips damages refuses none. strange: the values that come into it."""
     rng, refusals = random.Random(name), 0
     for n in range(round(FUZZ * share)):
-        damaged, begun = damage(rng, value), time.process_time()
+        damaged, begun = damage(rng, value, strange), time.process_time()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

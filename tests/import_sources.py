@@ -37,6 +37,12 @@ def write_rows(path, *rows):
     path.write_text(text, encoding="latin-1")
     return path
 
+def write_parquet(path, rows):
+    import pyarrow.parquet # here, as it need not be installed
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
 def hole(x=0):
     """White on black, in the left half or (x = 32) in the right one."""
     image = Image.new("L", (64, 32))

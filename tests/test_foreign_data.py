@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import OPTIONS
 from PIL import Image
 
 import cache
@@ -22,8 +21,11 @@ from library.data import dataset, index_file, picture_files, stat_cache
 from library.files import tensor_files
 from library.results import contact_sheets
 import predict
+from tests.fuzz import STRANGE, fuzz
 from tests.harness import (NATIVE, add_item, copy_model, is_one_line, make_cache, paint_picture, refused,
                            run_script, samples_of, save, train, within)
+from tests.import_sources import put, write_parquet, write_rows
+from tools import import_configs, import_data
 
 SECRET = "KEY-5fa1"
 
@@ -92,8 +94,7 @@ def test_image_folder_leaves_out_what_leads_out_and_a_picture_that_is_named_may_
 def test_jobs_jsonl_may_name_any_picture_and_a_dataset_given_as_jobs_may_not(data, outside, tmp_path):
     line = json.dumps(dict(control=[str(outside / "control/cat.png")], prompt="go"))
     for name, count in (("jobs.jsonl", 1), ("metadata.jsonl", 0)):
-        (tmp_path / "list").mkdir(exist_ok=True)
-        (tmp_path / "list" / name).write_text(line, "utf-8")
+        write_rows(tmp_path / "list" / name, line)
         for root in [tmp_path / "list" / name, tmp_path / "list"][:2 - count]:
             samples, problems = dataset.read_dataset(root, is_job=True)
             assert (len(samples), len(problems)) == (count, 1 - count)
@@ -103,42 +104,37 @@ def test_jobs_jsonl_may_name_any_picture_and_a_dataset_given_as_jobs_may_not(dat
 def test_a_lines_out_stays_below_out_dir_after_links_too(data, outside, tmp_path, out):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/link").symlink_to(outside)
-    before = sorted(tmp_path.rglob("*"))
-    (tmp_path / "jobs.jsonl").write_text(json.dumps(dict(image=str(data / "control/cat.png"), prompt="go", out=out)),
-                                         "utf-8")
-    result = run_script("predict.py", "--jobs", tmp_path / "jobs.jsonl", "--out_dir", tmp_path / "out", "--cache_dir",
-                        tmp_path / "c", "--num_inference_steps", 2)
+    before = set(tmp_path.rglob("*.png"))
+    jobs = write_rows(tmp_path / "jobs.jsonl", dict(image=str(data / "control/cat.png"), prompt="go", out=out))
+    result = run_script("predict.py", "--jobs", jobs, "--out_dir", tmp_path / "out", "--cache_dir", tmp_path / "c")
     assert result.status == 1 and is_one_line(result.errors[0], "out", "below --out_dir")
-    assert {p for p in tmp_path.rglob("*.png")} <= set(before)
+    assert set(tmp_path.rglob("*.png")) == before
 
 def test_a_manifests_absolute_paths_through_a_link_give_names_inside(data, tmp_path):
     (tmp_path / "x/y").mkdir(parents=True)
     (tmp_path / "x/y/link").symlink_to(data)
     shutil.move(data / "target/cat.png", data / "cat.png")
     row = dict(target=str(data / "cat.png"), control=[str(data / "control/cat.png")], prompt="go")
-    (data / "metadata.jsonl").write_text(json.dumps(row), "utf-8")
+    write_rows(data / "metadata.jsonl", row)
     samples, problems = dataset.read_dataset(tmp_path / "x/y/link/metadata.jsonl")
     assert [s.name for s in samples] == ["cat"] and not problems
 
 def test_a_table_or_a_folder_that_is_found_is_no_link_to_elsewhere(outside, tmp_path):
+    write_rows(outside / "metadata.csv", "target,control,prompt", f"{outside}/target/cat.png,b.png,{SECRET}")
     for name in ("metadata.csv", "data.parquet", "train"):
         source = tmp_path / f"source-{name}"
         source.mkdir()
-        (source / name).symlink_to(outside / "key.txt" if name != "train" else outside)
+        (source / name).symlink_to(outside if name == "train" else outside / "metadata.csv")
         result = run_script("tools/import_data.py", source, tmp_path / "out")
         assert result.status == 1 and is_one_line(result.errors[0], source / name, "leads out")
         assert SECRET not in result.err + result.out
 
-def test_a_table_that_is_named_may_name_any_picture_and_nothing_else(data, outside, tmp_path):
+def test_a_table_that_is_named_may_name_pictures_and_nothing_else(data, outside, tmp_path):
     """A key that it calls a control is not copied."""
-    for name, status in (("control/cat.png", 0), ("key.txt", 1)):
-        row = dict(target=str(data / "target/cat.png"), control=str(outside / name), prompt="go")
-        (tmp_path / "list").mkdir(exist_ok=True)
-        (tmp_path / "list/rows.jsonl").write_text(json.dumps(row), "utf-8")
-        result = run_script("tools/import_data.py", tmp_path / "list/rows.jsonl", tmp_path / f"out{status}")
-        assert result.status == status and SECRET not in result.err + result.out
-        assert (tmp_path / f"out{status}").exists() != bool(status)
-    assert is_one_line(result.errors[0], "key.txt")
+    row = dict(target=str(data / "target/cat.png"), control=str(outside / "key.txt"), prompt="go")
+    result = run_script("tools/import_data.py", write_rows(tmp_path / "list/rows.jsonl", row), tmp_path / "out")
+    assert result.status == 1 and is_one_line(result.errors[0], "key.txt")
+    assert SECRET not in result.err + result.out and not (tmp_path / "out").exists()
 
 NO_TABLES = { # a person's own file of another kind, which holds a key
     "csv": f"machine hub.co login me password {SECRET}\n", "json": json.dumps(dict(token=SECRET)),
@@ -200,12 +196,14 @@ def test_of_a_foreign_cache_no_file_of_gigabytes_is_read_whole(tmp_path, monkeyp
     index_file.write_index(tmp_path / "x.json", [], {}, {})
     assert (tmp_path / "x.json").stat().st_size < 1000
 
-def test_a_caption_is_a_file_of_a_megabyte_at_most(data, plus):
+@pytest.mark.parametrize("size, named", [(2**31, "over 1,048,576 bytes"), (900_000, "prompt of 900,000 letters")])
+def test_a_caption_has_limits_before_anything_reads_it(data, plus, size, named):
     with (data / "target/cat.txt").open("wb") as f:
-        f.truncate(2**31) # two gigabytes, which take no space
+        f.write(b"go" * 450_000)
+        f.truncate(size) # two gigabytes, which take no space
     with within(5):
         samples, problems = samples_of(plus, data)
-    assert list(samples) == ["good"] and is_one_line(*problems, "target/cat.txt", "over 1,048,576 bytes")
+    assert list(samples) == ["good"] and is_one_line(*problems, "target/cat.txt", named)
 
 def test_a_merged_model_holds_no_file_that_a_link_of_the_model_names(outside, tmp_path, two_loras):
     model = copy_model(tmp_path / "model")
@@ -238,21 +236,15 @@ def test_prune_deletes_nothing_outside_of_its_cache(data, tmp_path, small, kind)
 
 def test_prune_deletes_files_and_links_and_leaves_folders_of_such_names(tmp_path, small):
     """A stranger's cache may hold a folder where a file is expected: prune.py goes on to the end."""
-    cache_dir, old = shutil.copytree(small.cache, tmp_path / "cache"), time.time() - 10**4
-    folders = [cache_dir / f"latents/{'a' * 32}.safetensors", cache_dir / f".tmp-{'a' * 16}"]
-    for folder in folders:
-        folder.mkdir()
-    files = [cache_dir / f"latents/{'b' * 32}.safetensors", cache_dir / f".tmp-{'b' * 16}"]
-    for file in files:
-        file.touch()
-    links = [cache_dir / f"text/{'c' * 32}.safetensors", cache_dir / f".tmp-{'c' * 16}"]
-    for link in links:
-        link.symlink_to(tmp_path / "nowhere")
-    for path in [*folders, *files, *links]:
-        os.utime(path, (old, old), follow_symlinks=False)
+    cache_dir, old, made = shutil.copytree(small.cache, tmp_path / "cache"), time.time() - 10**4, []
+    for letter, make in zip("abc", (Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere"))):
+        for path in (cache_dir / f"latents/{letter * 32}.safetensors", cache_dir / f".tmp-{letter * 16}"):
+            make(path)
+            os.utime(path, (old, old), follow_symlinks=False)
+            made.append(path)
     result = run_script("tools/prune.py", cache_dir, "--delete")
     assert result.status == 0 and "4 files" in result.out, result.err
-    assert all(map(Path.is_dir, folders)) and not any(map(os.path.lexists, [*files, *links]))
+    assert list(filter(os.path.lexists, made)) == made[:2] # the folders
 
 # ---- indexes ---------------------------------------------------------------------------------------------------------
 
@@ -275,13 +267,11 @@ BAD_FIELDS = { # place in an index, * is the first one: values that cache.py wou
     "geometry control_pixels": [["x"], "abc", -4, 10**10], "geometry upscale": ["yes"], "geometry x": [1],
     "geometry": [5], "samples * settings": [dict(out="/x.png")], "samples * contents": [[1], {}],
     "samples * target": [5, None], "samples * mask": [["a"]], "samples * encodings": [[], 5],
-    "samples * prompt_sizes": ["abc"], "samples * texts": [{}, []], "samples * texts * 0": [5],
-    "samples * texts * 1": [1], "samples * texts * 2": ["abc"], "samples * evil": [1], "models": [[1]],
-    "samples": [{"a": 1}, [], [5]], "samples * encodings * mask": ["x"]}
-
+    "samples * encodings * mask": ["x"], "samples * prompt_sizes": ["abc"], "samples * texts": [{}, []],
+    "samples * texts * 0": [5], "samples * texts * 1": [1], "samples * texts * 2": ["abc"], "samples * evil": [1],
+    "samples": [{"a": 1}, [], [5], 5], "models": [[1]], "version": [None]}
 OTHER_INDEXES = {
-    "no name": lambda index: index["samples"][0].pop("name"), "no version": lambda index: index.pop("version"),
-    "a sample": lambda index: index["samples"].append(5),
+    "no name": lambda index: index["samples"][0].pop("name"),
     "a text twice": lambda index: index["samples"][0]["texts"].append(index["samples"][0]["texts"][0]),
     "many uses": lambda index: index.update(samples=[index["samples"][0] | dict(repeats=10_000)] * 1001)}
 
@@ -405,13 +395,11 @@ BOMBS = {
     "long": ("x.yaml", "config: " + "x" * 2**21), "deep toml": ("x.toml", "datasets = " + "[" * 10**5),
     "digits": ("x.toml", "datasets = " + "9" * 10**5), "deep json": ("x.json", '[{"dataset_type": ' + "[" * 10**5),
     "digits in json": ("x.json", '[{"dataset_type": ' + "9" * 10**5 + "}]"),
-    "infinite": ("x.json", '[{"dataset_type": 1e999}]'), "a date": ("x.toml", "datasets = 2020-01-01"),
     "dotted key": ("x.toml", "a." * 60_000 + "b = 1"), "dotted table": ("x.toml", "[" + "a . " * 60_000 + "b]"),
     "quoted keys": ("x.toml", r'"a\"b".' * 60_000 + "b = 1"),
     "dots in braces": ("x.toml", "c = {" + "'a'." * 60_000 + "b = 1}"), "one word": ("x.toml", "a" * 10**6),
     "quotes": ("x.toml", '"' * 10**6), "escapes": ("x.toml", '"' + "\\" * 10**6),
     "sixties": ("x.yaml", f"a: 1{SIXTIES}"), "sixties with a point": ("x.yaml", f"a: 1{SIXTIES}.5"),
-    "sixties by a tag": ("x.yaml", f"a: !!int '1{SIXTIES}'"),
     "sixties in a mapping": ("x.yaml", f"a: !!int {{=: '1{SIXTIES}'}}"),
     "a long number as a key": ("x.yaml", f"config: {{process: [{{datasets: [{{? 0x{'f' * 5000} : 1}}]}}]}}"),
     "binary": ("x.yaml", "config: !!binary x"), "python": ("x.yaml", "config: !!python/object/apply:os.system [ls]")}
@@ -453,7 +441,8 @@ PAIR = dict(target="a.png", prompt="go")
 MANY = { # file, its content, and what is named
     "columns": ("rows.csv", f"target,control,prompt{',a' * 200_000}\n" + "a\n" * 3000, "200,003 columns"),
     "tabs": ("rows.tsv", "\t" * 200_000 + "\n" + "a\n" * 3000, "200,001 columns"),
-    "short rows": ("rows.csv", f"target,control,prompt{',c' * 900}\n" + "a\n" * 10**6, "columns"),
+    "short rows": ("rows.csv", f"target,control,prompt{''.join(f',c{n}' for n in range(900))}\n" + "a\n" * 10**6,
+                   "most rows lack most of its 903 columns"),
     "digits in csv": ("rows.csv", f"target,prompt,control_{'1' * 5000}\na.png,go,b.png\n", "no control"),
     "digits in json": ("rows.json", [PAIR | {f"target_{'1' * 5000}": "b.png"}], "no control"),
     "controls": ("rows.json", [PAIR | dict(control=["b.png"] * 200_000)], "200,000 controls, and a sample has 99"),
@@ -492,24 +481,16 @@ def test_a_long_trigger_word_is_not_written_into_a_caption_a_hundred_thousand_ti
         result = run_script("tools/import_data.py", config, tmp_path / "out")
     assert result.status == 1 and is_one_line(result.errors[0], "trigger word of 500,000 letters")
 
-def test_a_manifests_prompt_and_controls_have_limits_before_anything_reads_them(data, plus):
-    """A caption's too, and those of a job."""
+def test_a_manifests_prompt_and_controls_have_limits_before_anything_reads_them(data):
     row = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
-    rows = [row, row | dict(prompt="go " * 4_000_000), row | dict(prompt=["go", "x" * 200_001]),
-            row | dict(control=row["control"] * 200_000), row | dict(control=row["control"] * 100)]
-    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    large = {"12,000,000 letters": dict(prompt="go " * 4_000_000), "100 controls": dict(control=["a.png"] * 100),
+             "200,000 controls": dict(control=["a.png"] * 200_000)}
+    write_rows(data / "metadata.jsonl", row, *[row | change for change in large.values()])
     for is_job in (False, True):
         with within(5):
             samples, problems = dataset.read_dataset(data / "metadata.jsonl", is_job)
-        said = ["12,000,000 letters", "200,001 letters", "200,000 controls", "100 controls"]
-        said = said[:1] + said[2:] if is_job else said # a job has one prompt
-        assert len(samples) == 1 and all(any(words in problem for problem in problems) for words in said)
-        assert all(map(is_one_line, problems)) and len(problems) == 4 and max(map(len, problems)) < 300
-    (data / "metadata.jsonl").unlink()
-    (data / "target/cat.txt").write_text("go " * 300_000, "utf-8")
-    with within(5):
-        samples, problems = samples_of(plus, data)
-    assert list(samples) == ["good"] and is_one_line(*problems, "target/cat.txt", "prompt of 900,000 letters")
+        assert len(samples) == 1 and len(problems) == len(large) and max(map(len, problems)) < 300
+        assert all(is_one_line(problem, named) for problem, named in zip(problems, large))
 
 def test_a_sheet_paints_a_long_prompt_in_no_time():
     """A cell has room for three hundred letters."""
@@ -524,73 +505,18 @@ def test_repeats_have_a_limit(data):
 
 # ---- whatever is in them ---------------------------------------------------------------------------------------------
 
-def hostile(rng, home):
-    """Any value that JSON can hold, and that nobody expects."""
-    deep = []
-    for _ in range(50):
-        deep = [deep]
-    return rng.choice([
-        0, 1, -1, 5, 2**31, 10**30, 1.5, -0.0, 1e300, float("inf"), float("nan"), None, True, False, "", " ", "0",
-        "abc", "\x1b]0;owned\7\r\n", "\u202egnp.\u2066", "\ud800", "a\0b", "x" * 300, "x" * 20_000, "[trigger]",
-        "<|im_end|>",
-        f"{home}/key.txt", f"{home}/target/cat.png", "../home/target/cat.png", "link/cat.png", "/etc/passwd", ".", "..",
-        "C:\\x", "~/x", "%s%n{0}", "a.png", "b.png", "txt", "native", [], {}, [[]], deep, ["a.png"] * 300, [None],
-        [5, "a.png"], dict(bytes="x", path=f"{home}/key.txt"), {"": 1}, {"a": {"b": [1, {"c": None}]}}, [1e999],
-        "9" * 5000])
-
-def places(value, path=()):
-    """All places in a value of JSON."""
-    yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inner:
-        yield from places(one, (*path, key))
-
-def spoiled(rng, value, home):
-    """It changes one to three places of a value: another value, gone, twice, or one more field."""
-    for _ in range(rng.randint(1, 3)):
-        *path, last = rng.choice([path for path in places(value) if path] or [("x",)])
-        inner = value
-        for key in path:
-            inner = inner[key]
-        what = rng.random()
-        if what < 0.7 or not isinstance(inner, (dict, list)):
-            inner[last] = hostile(rng, home)
-        elif what < 0.85:
-            del inner[last]
-        elif isinstance(inner, list):
-            inner.insert(0, inner[last])
-        else:
-            name = rng.choice(["repeats", "control", "mask", "image", "x", "\x1b[2J", "file_name", "id"])
-            inner[name] = hostile(rng, home)
-    return value
+STRANGER = [*STRANGE, "../home/key.txt", "../home/target/cat.png", "link/cat.png", "/etc/passwd", ".", "C:\\x", "~/x",
+            "%s%n{0}", "a\0b", "\ud800", "[trigger]", "<|im_end|>", "a.png", "txt", "native", "9" * 5000, [None],
+            ["a.png"] * 300, dict(bytes="x", path="../home/key.txt")]
+MARKS = ['"', "{", "}", "[", "]", ",", ":", "\n", "\t", "&a ", "*a", "- ", "0", "e9", "=", "\\", "\x1b", "\u2028", "<<",
+         "!!str ", "#", ""]
 
 def scratched(rng, text):
-    """It changes some letters of a text."""
-    for _ in range(rng.randint(1, 4)):
+    """In one of six cases it changes some letters of a text."""
+    for _ in range(rng.choice([0, 0, 0, 0, 0, 3])):
         place = rng.randrange(len(text) + 1)
-        new = rng.choice(['"', "{", "}", "[", "]", ",", ":", "\n", "\t", "&a ", "*a", "- ", "0", "e9", "=", "\\",
-                          "\x1b", "\u2028", "<<", "!!str ", "#", ""])
-        text = text[:place] + new + text[place + rng.randint(0, 3):]
+        text = text[:place] + rng.choice(MARKS) + text[place + rng.randint(0, 3):]
     return text
-
-def dumped(rng, value):
-    """JSON, sometimes with scratches."""
-    text = json.dumps(value)
-    return scratched(rng, text) if rng.random() < 0.15 else text
-
-ROW = dict(target="a.png", control=["b.png"], prompt="go", mask="c.png")
-JOB = dict(image=["a.png", "b.png"], prompt="go", out="x/y.png", seed=3, sigmas=[1.0, 0.5], shift=3.0, height=64,
-           width=64, size_from=1, true_cfg_scale=4.0, negative_prompt=" ", num_inference_steps=4)
-MUSUBI = dict(general=dict(caption_extension=".txt", batch_size=1), datasets=[dict(
-    image_directory="set/target", control_directory="set/control", num_repeats=1, resolution=[960, 544])])
-TOOLKIT = dict(job="extension", config=dict(name="x", process=[dict(
-    type="sd_trainer", trigger_word="p3r5on", datasets=[dict(
-        folder_path="set/target", control_path=["set/control"], caption_ext="txt", mask_path=None, num_repeats=1,
-        resolution=[512, 768])])]))
-SIMPLE = [dict(id="a", type="local", instance_data_dir="set/target", conditioning_data=["b"], repeats=0,
-               caption_strategy="textfile", resolution=1024),
-          dict(id="b", type="local", dataset_type="conditioning", conditioning_type="reference_strict",
-               instance_data_dir="set/control", source_dataset_id="a")]
 
 def as_toml(value):
     """A value as TOML writes it, in one line."""
@@ -598,120 +524,98 @@ def as_toml(value):
         return "{" + ", ".join(f"{json.dumps(str(k))} = {as_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(as_toml, value)) + "]"
-    return {None: '""'}.get(value, json.dumps(value).replace("NaN", "nan").replace("Infinity", "inf"))
+    return '""' if value is None else json.dumps(value).replace("NaN", "nan").replace("Infinity", "inf")
 
-def spoiled_index(rng, folder, home, small):
-    index = json.loads((small.cache / "tiny-data.json").read_bytes())
-    (folder / "index.json").write_text(dumped(rng, spoiled(rng, index, home)), "utf-8")
-    return index_file.read_index(folder / "index.json")[0]
+def read_index(kind, rng, folder, index):
+    (folder / kind).write_text(scratched(rng, json.dumps(index)), "utf-8")
+    index_file.read_index(folder / kind)
 
-def spoiled_manifest(rng, folder, home, small):
-    lines = [dumped(rng, spoiled(rng, json.loads(json.dumps(ROW)), home)) for _ in range(2)]
-    (folder / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
-    samples, problems = dataset.read_dataset(folder)
-    for sample in samples:
-        with common.collect_errors(problems):
-            dataset.read_facts(sample)
-    assert all(is_one_line(problem) for problem in problems), problems
-    return samples
-
-def spoiled_jobs(rng, folder, home, small):
-    lines = [dumped(rng, spoiled(rng, json.loads(json.dumps(JOB)), home)) for _ in range(2)]
-    (folder / "jobs.jsonl").write_text("\n".join(lines), "utf-8")
-    samples, problems = dataset.read_dataset(folder / "jobs.jsonl", is_job=True)
+def read_lines(kind, rng, folder, rows):
+    """A manifest, or jobs, whose settings are completed as predict.py does it."""
+    lines = [scratched(rng, json.dumps(row)) for row in rows]
+    (folder / kind).write_text("\n".join(lines), "utf-8")
+    is_job = kind == "jobs.jsonl"
+    samples, problems = dataset.read_dataset(folder / kind, is_job)
     flags = type("Flags", (), dict(command_line.SAMPLING, **dict.fromkeys(["height", "width", "size_from"]), seed=[0],
-                                   jobs="jobs.jsonl", out_dir=folder / "out"))
+                                   jobs=kind, out_dir=folder / "out"))
     for sample in samples:
         with common.collect_errors(problems):
-            predict.complete_settings(sample, flags, shift_terminal=0.02)
-            out = folder / "out" / sample.job_fields.get("out", "x.png")
-            assert common.is_inside(out, folder / "out")
+            if is_job:
+                predict.complete_settings(sample, flags, shift_terminal=0.02)
+                assert common.is_inside(folder / "out" / sample.job_fields.get("out", "x.png"), folder / "out")
             dataset.read_facts(sample)
-    assert all(is_one_line(problem) for problem in problems), problems
+    assert all(map(is_one_line, problems)), problems
 
 def imported(source, folder):
     """What import_data.py does, without the start of a script."""
-    from tools import import_data
     flags = type("Flags", (), dict(source=source, target=None, control=[], mask=None, prompt=None, alone=False,
                                    hold_out=0))
-    work = folder / "work"
-    work.mkdir()
-    problems = import_data.convert(flags, {}, work)[1]
-    assert all(is_one_line(problem) for problem in problems), problems
+    (folder / "work").mkdir()
+    problems = import_data.convert(flags, {}, folder / "work")[1]
+    assert all(map(is_one_line, problems)), problems
 
-def spoiled_table(kind):
-    def spoil(rng, folder, home, small):
-        rows = [spoiled(rng, json.loads(json.dumps(ROW)), home) for _ in range(2)]
-        table = folder / f"metadata.{kind}"
-        if kind == "csv":
-            cells = [json.dumps(value) if rng.random() < 0.3 else f"{value}" for row in rows for value in row.values()]
-            text = "\n".join(["target,control,prompt,mask", ",".join(cells[:4]), ",".join(cells[4:])])
-            table.write_text(scratched(rng, text), encoding="utf-8", errors="replace")
-        elif kind == "parquet":
-            import pyarrow
-            import pyarrow.parquet
-            try:
-                made = pyarrow.Table.from_pylist(rows)
-                pyarrow.parquet.write_table(made, table)
-            except (pyarrow.ArrowException, UnicodeError, OverflowError, TypeError, AttributeError):
-                table.write_bytes(b"PAR1" + rng.randbytes(100) + b"PAR1") # it cannot hold such a value
-            if rng.random() < 0.3:
-                data = bytearray(table.read_bytes())
-                for _ in range(5):
-                    data[rng.randrange(len(data))] = rng.randrange(256)
-                table.write_bytes(data)
-        elif kind == "json":
-            table.write_text(dumped(rng, rows), "utf-8")
-        imported(folder if rng.random() < 0.7 else table, folder)
-    return spoil
+def read_table(kind, rng, folder, rows):
+    table, rows = folder / kind, [row if isinstance(row, dict) else dict(target=row) for row in rows]
+    if kind.endswith("csv"):
+        lines = ["target,control,prompt,mask", *[",".join(map(str, row.values())) for row in rows]]
+        table.write_text(scratched(rng, "\n".join(lines)), encoding="utf-8", errors="replace")
+    elif kind.endswith("json"):
+        table.write_text(scratched(rng, json.dumps(rows)), "utf-8")
+    else:
+        import pyarrow
+        try:
+            data = bytearray(write_parquet(table, rows).read_bytes())
+        except (pyarrow.ArrowException, UnicodeError, OverflowError, TypeError): # it cannot hold such a value
+            data = bytearray(b"PAR1" + rng.randbytes(100) + b"PAR1")
+        for _ in range(rng.choice([0, 0, 5])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        table.write_bytes(data)
+    imported(rng.choice([folder, table]), folder)
 
-def spoiled_config(suffix, config, dump):
-    def spoil(rng, folder, home, small):
-        value = spoiled(rng, json.loads(json.dumps(config)), home)
-        text = dump(value)
-        path = folder / f"x{suffix}"
-        path.write_text(scratched(rng, text) if rng.random() < 0.3 else text, encoding="utf-8", errors="replace")
-        os.chdir(folder) # where relative paths begin
-        imported(path, folder)
-    return spoil
+def read_config(kind, rng, folder, config):
+    if kind.endswith("toml"):
+        text = "\n".join(f"{json.dumps(str(key))} = {as_toml(value)}" for key, value in config.items())
+    else:
+        text = yaml.safe_dump(config, allow_unicode=True) if kind.endswith("yaml") else json.dumps(config)
+    (folder / kind).write_text(scratched(rng, text), encoding="utf-8", errors="replace")
+    imported(folder / kind, folder)
 
-def lines_of_toml(config):
-    """A table of TOML, with a line for each key."""
-    if not isinstance(config, dict):
-        return as_toml(config)
-    return "\n".join(f"{json.dumps(str(key))} = {as_toml(value)}" for key, value in config.items())
-
-FUZZED = {
-    "index": spoiled_index, "metadata.jsonl": spoiled_manifest, "jobs.jsonl": spoiled_jobs, "csv": spoiled_table("csv"),
-    "json": spoiled_table("json"), "parquet": spoiled_table("parquet"),
-    "toml": spoiled_config(".toml", MUSUBI, lines_of_toml), "yaml": spoiled_config(".yaml", TOOLKIT, json.dumps),
-    "yaml in lines": spoiled_config(".yaml", TOOLKIT, lambda value: yaml.safe_dump(value, allow_unicode=True)),
-    "SimpleTuner": spoiled_config(".json", SIMPLE, json.dumps)}
+ROWS = [dict(target="a.png", control=["b.png"], prompt="go", mask="c.png")] * 2
+JOB = dict(image=["a.png", "b.png"], prompt="go", out="x/y.png", seed=3, sigmas=[1.0, 0.5], shift=3.0, height=64,
+           width=64, size_from=1, true_cfg_scale=4.0, negative_prompt=" ", num_inference_steps=4)
+MUSUBI = dict(general=dict(caption_extension=".txt", batch_size=1), datasets=[dict(
+    image_directory="set/target", control_directory="set/control", num_repeats=1, resolution=[960, 544])])
+TOOLKIT = dict(job="extension", config=dict(name="x", process=[dict(trigger_word="p3r5on", datasets=[dict(
+    folder_path="set/target", control_path=["set/control"], caption_ext="txt", mask_path=None, num_repeats=1)])]))
+SIMPLE = [dict(id="a", type="local", instance_data_dir="set/target", conditioning_data=["b"], repeats=0,
+               caption_strategy="textfile", resolution=1024),
+          dict(id="b", type="local", dataset_type="conditioning", conditioning_type="reference_strict",
+               instance_data_dir="set/control", source_dataset_id="a")]
+FUZZED = { # file: what it holds, and what reads it. (An index is cache.py's.)
+    "index.json": (None, read_index), "metadata.jsonl": (ROWS, read_lines), "jobs.jsonl": ([JOB] * 2, read_lines),
+    "metadata.csv": (ROWS, read_table), "metadata.json": (ROWS, read_table), "metadata.parquet": (ROWS, read_table),
+    "x.toml": (MUSUBI, read_config), "x.yaml": (TOOLKIT, read_config), "x.json": (SIMPLE, read_config)}
 
 @pytest.mark.parametrize("kind", FUZZED)
 def test_whatever_is_in_a_file_ends_in_lines_and_touches_nothing_outside(tmp_path, small, outside, monkeypatch, kind):
     """A folder beside the dataset stays as it is, its key is shown nowhere, and a file takes less than five seconds."""
     monkeypatch.chdir(tmp_path)
-    sound = tmp_path / "sound"
-    for n, name in enumerate("abc"):
-        save(paint_picture(seed=n, mode="L" if name == "c" else "RGB"), sound / f"{name}.png")
+    sound, folder, rng = tmp_path / "sound", tmp_path / "dataset", random.Random(kind)
+    put(sound, "a.png b.png c.png")
     add_item(sound / "set", "cat")
     (sound / "link").symlink_to(outside / "target")
     before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
-    for seed in range(OPTIONS["fuzz"] or 40):
-        rng, folder = random.Random(f"{kind} {seed}"), tmp_path / "dataset"
+    content, read = FUZZED[kind]
+    def case(damaged):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(sound, folder, symlinks=True)
-        start, told = time.process_time(), ""
         try:
-            FUZZED[kind](rng, folder, outside, small)
-        except SystemExit as e:
-            told = str(e)
-            assert is_one_line(told) and len(told) < 3000, (seed, told)
-        except BaseException as e:
-            raise AssertionError(f"{kind}, seed {seed}") from e
-        assert time.process_time() - start < 5, seed
-        assert SECRET not in told
+            read(kind, rng, folder, damaged)
+        except common.InputError as e:
+            assert SECRET not in str(e)
+            raise
         copies = filter(Path.is_file, (folder / "work").rglob("*"))
         assert not [path for path in copies if SECRET.encode() in path.read_bytes()]
+    fuzz(kind, content or json.loads((small.cache / "tiny-data.json").read_bytes()), case, seconds=5.0, share=0.4,
+         refuses=read != read_lines, strange=STRANGER)
     assert before == {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
