@@ -5,7 +5,6 @@ Python looks for a module in the project's folder first. A folder there that is 
 holds an __init__.py, such as a dataset from a stranger, could be imported in place of our file or of an installed
 package. So every script imports from this package before anything else, and such a folder ends it.
 """
-import hashlib
 import os
 import sys
 
@@ -32,6 +31,7 @@ ENCODING = ["cache.py", "library/data/picture_files.py", "library/data/automatic
 def code_hash(files):
     """A hash of the bytes of these files, paths in ROOT: a result's key has that of the code which draws it, an encoded
     file that of the code which has made it."""
+    import hashlib # here, as nothing but os and sys is imported before such a folder is refused
     digest = hashlib.sha256()
     for file in files:
         with open(os.path.join(ROOT, file), "rb") as f:

@@ -230,6 +230,8 @@ ALLOWED = {
         "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(quantization))": OWN}},
     "library/models/quantization.py": {"quantize_linears": {"getattr(child)": "of a model's modules",
                                                 "setattr(child)": "of a model's modules"}},
+    "library/models/picture_vae.py": {"call": {"getattr(method)": OWN},
+                                      "patch_vae_for_pictures": {"setattr(method)": OWN}},
     "library/models/one_file.py": {
         "refuse_format": {"re.search(pattern)": OWN},
         "attach": {"setattr(name)": "of a model's parameters"}},
