@@ -284,7 +284,7 @@ def words_for_predict(args, default):
     have, those that the person has given. default(flag): its default value."""
     words = []
     for name in ("model", "transformer", "quantize", "quantize_text_encoder", "offload", *SAMPLING):
-        value = getattr(args, name, None)
+        value = vars(args).get(name)
         if value == default(name):
             continue
         text = "all" if value == ALL_BLOCKS else str(value)
