@@ -4,7 +4,6 @@ train.py; what it has not stands in a line, too. The keys are those that the pro
 """
 import json
 import re
-import shlex
 import shutil
 
 import numpy as np

@@ -1,7 +1,7 @@
 """
 tools/import_data.py: what comes out is what went in; what is wrong is named, and then nothing comes out.
 
-$ python -m pytest -q tests/test_import_data.py    # 20 seconds; two tests need the package pyarrow
+$ python -m pytest -q tests/test_import_data.py    # a minute; some tests need the package pyarrow
 """
 import json
 import shutil
@@ -410,16 +410,14 @@ def test_a_mask_in_our_form_is_linked_and_another_form_is_written_once_in_ours(t
     assert linked == {"gray", "bit"}
 
 TWICE = {
-    "a.jsonl": ('{"target": "a.png", "control": "b.png", "control": "c.png", "prompt": "go"}', "a.jsonl:1"),
-    "a.json": ('[{"target": "a.png", "control": "b.png", "control": "c.png", "prompt": "go"}]', "a.json"),
-    "a.yaml": ("config: {process: [{datasets: [{folder_path: a, control: b, control: c}]}]}", "a.yaml"),
-    "a.toml": ("[[datasets]]\nimage_directory = 'a'\ncontrol = 'b'\ncontrol = 'c'", "a.toml")}
+    "a.jsonl": '{"target": "a.png", "control": "b.png", "control": "c.png", "prompt": "go"}',
+    "a.yaml": "config: {process: [{datasets: [{folder_path: a, control: b, control: c}]}]}",
+    "a.toml": "[[datasets]]\nimage_directory = 'a'\ncontrol = 'b'\ncontrol = 'c'"}
 @pytest.mark.parametrize("name", TWICE)
 def test_a_key_that_is_given_twice_is_an_error(tmp_path, name):
-    text, where = TWICE[name]
     put(tmp_path, "a.png b.png c.png")
-    errors = import_data(write_rows(tmp_path / name, text), tmp_path / "out", status=1).errors
-    assert is_one_line(errors[0], where) and (name == "a.toml" or "'control' is given twice" in errors[0]), errors
+    error, *_ = import_data(write_rows(tmp_path / name, TWICE[name]), tmp_path / "out", status=1).errors
+    assert is_one_line(error, name) and (name == "a.toml" or "'control' is given twice" in error), error
 
 # ---- caches of version 1.0 -------------------------------------------------------------------------------------------
 
