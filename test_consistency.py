@@ -568,8 +568,8 @@ def test_one_frame_in_strips_equals_the_whole(monkeypatch):
         assert rel(got, want) <= 1e-6 and rel(wrong, want) > 1e-3
 
 def test_one_frame_leaves_videos_tiles_weights_and_other_models_to_stock(tmp_path):
-    """Bit for bit, also behind a picture; a picture in tiles equals stock's. Patching twice is patching once, and a copy
-    computes with its own weights."""
+    """Bit for bit, also behind a picture; a picture in tiles equals stock's. Patching twice is patching once, and a
+    copy computes with its own weights."""
     stock, ours = copy.deepcopy(hot_vae()), picture_vae.patch_vae_for_pictures(picture_vae_of(hot_vae()))
     video, picture = (randn(1, 3, 5, 32, 24), randn(1, 16, 2, 4, 3)), (randn(1, 3, 1, 32, 24), randn(1, 16, 1, 4, 3))
     for tiled in (False, True):
