@@ -7,6 +7,7 @@ import copy
 import torch
 from diffusers import AutoencoderKLQwenImage
 
+from common import tell
 from library.models.picture_vae import patch_vae_for_pictures
 from tools.bench_common import peak_gib
 
@@ -37,5 +38,5 @@ def bench_vae(size, dtype, device, measure):
             times = measure(ways)
             fast, slow = [min(times[way]) for way in models]
             small, large = [peak_gib(way, device) for way in ways.values()]
-            print(f"{compute.__name__} {side} * {side}: stock {slow:.2f} s, ours {fast:.2f} s, {slow / fast:.2f} x | "
-                  f"memory {large:.2f} and {small:.2f} GiB, {small / large:.2f}", flush=True)
+            tell(f"{compute.__name__} {side} * {side}: stock {slow:.2f} s, ours {fast:.2f} s, {slow / fast:.2f} x | "
+                 f"memory {large:.2f} and {small:.2f} GiB, {small / large:.2f}")
