@@ -577,6 +577,9 @@ def test_one_frame_leaves_videos_tiles_weights_and_other_models_to_stock(tmp_pat
             if tiled:
                 vae.enable_tiling(24, 24, 16, 16)
         found, want, want_video = both_ways(ours, *picture), both_ways(stock, *picture), both_ways(stock, *video)
+        with torch.no_grad():
+            assert_bitwise(ours._decode(z=picture[1][:1].to(DEVICE)).sample, found[1])
+        assert all(tensor.is_contiguous() for tensor in found)
         assert max(map(rel, found, want)) <= 1e-5 and not torch.equal(found[1], want[1])
         assert_bitwise(both_ways(ours, *video), want_video)
     twin = copy.deepcopy(ours)

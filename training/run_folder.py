@@ -36,6 +36,8 @@ def find(args, name):
     folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")
     if args.resume and runs and not args.out_dir:
         folder = runs[-1]
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--out_dir {folder}: is no folder; give another one")
     try:
         used = listed(folder, "*")
     except OSError as e: # such as a name that is too long

@@ -13,7 +13,8 @@ stock's own code, bit for bit. It may be moved, copied by deepcopy, and patched 
 Inside, a picture has no axis for time: it is (B, C, H, W), in channels_last. That is also how a layer knows it from a
 video, which is (B, C, T, H, W). Of a kernel (out, in, 3, h, w) a picture meets [:, :, -1], the slice for the newest
 frame. Wide layers work in strips of rows, with as many more as they look beyond them, so that memory holds a layer's
-input, its result and one strip. It is for inference: some sums are in place.
+input, its result and one strip. It is for inference: some sums are in place. Patch before accelerate adds its hooks,
+and save with save_pretrained or state_dict(): a patched model that was pickled as a whole cannot be read back.
 
 This module imports nothing of ours, so you can copy it into another project.
 """
@@ -90,15 +91,18 @@ def one_frame(self, x, *caches, **more_caches):
     """forward() of encoder and decoder: the only frame of a call becomes a picture, without caches for a next one."""
     if not self.is_picture:
         return type(self).forward(self, x, *caches, **more_caches)
-    return type(self).forward(self, x[:, :, 0].contiguous(memory_format=torch.channels_last)).unsqueeze(2)
+    made = type(self).forward(self, x[:, :, 0].contiguous(memory_format=torch.channels_last))
+    return made.unsqueeze(2).contiguous() # as stock's is
 
 def announced(method, part):
     """-> this method of the VAE, which tells the encoder or decoder what it will be given: stock passes the frames of
     a video one by one, too."""
-    def call(self, x, *args, **kwargs):
+    name = dict(encoder="x", decoder="z")[part] # of the first argument
+    def call(self, *args, **kwargs):
+        x = args[0] if args else kwargs[name]
         self.get_submodule(part).is_picture = x.shape[2] == 1
         try:
-            return getattr(type(self), method)(self, x, *args, **kwargs)
+            return getattr(type(self), method)(self, *args, **kwargs)
         finally:
             self.get_submodule(part).is_picture = False
     return call
