@@ -65,8 +65,9 @@ def test_encoding_keeps_its_limits(folder):
     assert len(pictures) == 4 and len(prompts) == 2
     for call in answer.calls:
         show(call)
-    for call, peak in zip(sorted(pictures, key=lambda call: call["peak"]), (2.0, 2.0, 7.7, 7.7)):
-        assert call["peak"] <= peak * GIB and call["kernels"] <= 300 and call["waits"] <= 6, call
+    limits = [(0.54, 640), (0.54, 640), (1.82, 2440), (1.82, 2440)] # of two pictures of 1024 and two of 2048
+    for call, (peak, kernels) in zip(sorted(pictures, key=lambda call: call["peak"]), limits):
+        assert call["peak"] <= peak * GIB and call["kernels"] <= kernels and call["waits"] <= 6, call
     for call in prompts: # transformers asks the card for the grids of pictures, here and there
         assert call["peak"] <= 14.7 * GIB and call["kernels"] <= 3160, call
     assert answer.readings[-1]["now"] == 0
@@ -106,16 +107,26 @@ predict.run_packed = noted
     print(f"{last['kernels'] / BLOCKS:.1f} kernels a block, {last['waits']} waits, peak {last['peak'] / GIB:.3f} GiB")
     show(decoded[-1])
     assert last["kernels"] / BLOCKS <= 195.8 and last["waits"] == 0, last["where"]
-    assert FULL or last["peak"] <= 4.31 * GIB and decoded[-1]["peak"] <= 2.89 * GIB
-    assert decoded[-1]["kernels"] <= 402 and decoded[-1]["waits"] <= 4, decoded[-1]["where"]
+    assert FULL or last["peak"] <= 4.31 * GIB and decoded[-1]["peak"] <= 1.87 * GIB
+    assert decoded[-1]["kernels"] <= 450 and decoded[-1]["waits"] <= 4, decoded[-1]["where"]
     assert len(decoded) == 3 and {"512.png", "768.png", "1024.png"} <= {p.name for p in (folder / "edited").iterdir()}
 
+NO_ROOM = """
+from diffusers import AutoencoderKLQwenImage
+real_decode = AutoencoderKLQwenImage._decode
+def decode_tiles(vae, *args, **kwargs):
+    if not vae.use_tiling:
+        raise torch.OutOfMemoryError("no room")
+    return real_decode(vae, *args, **kwargs)
+AutoencoderKLQwenImage._decode = decode_tiles
+"""
+
 def test_a_picture_that_does_not_fit_is_decoded_in_tiles(folder):
-    """On a card that holds no whole one in decoding; nor the text encoder, so that a larger card encodes first."""
+    """In strips, decoding takes less than the transformer before it, so no card is too small for it alone: here it is
+    refused whatever the card has."""
     flags = ["--image", "data/control/1024.png", "--prompt", "make it snow", "--height", 1024, "--width", 768,
              "--cache_dir", "cache3", "--num_inference_steps", 2, "--true_cfg_scale", 1]
-    run(folder, "predict.py", *flags, "--out", "whole.png", card=dict(gib=79.2))
-    answer = run(folder, "predict.py", *flags, "--out", "tiles.png", card=dict(gib=41 if FULL else 3.2), prelude=COUNT)
-    assert "decoded in tiles" in answer.out and "encoding" not in answer.out, answer.out
+    answer = run(folder, "predict.py", *flags, "--out", "tiles.png", card=dict(gib=79.2), prelude=COUNT + NO_ROOM)
+    assert "decoded in tiles" in answer.out, answer.out
     assert Image.open(folder / "tiles.png").size == (768, 1024)
     show(answer.calls[-1])

@@ -67,6 +67,12 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
         self.overwritten = WeakIdKeyDictionary() # {storage of which something was known: True}
         self.lock = threading.RLock() # autograd's threads and Python's garbage collector come at any time
         self.fake = FakeTensorMode()
+        dispatch = self.fake.dispatch
+
+        def one_at_a_time(*args, **kwargs): # cache.py's threads share this mode, which notes that it is in a kernel
+            with self.lock:
+                return dispatch(*args, **kwargs)
+        self.fake.dispatch = one_at_a_time
         # it would keep weak references to what it has converted, and torch moves no parameter that has one
         self.fake.fake_tensor_converter.set_tensor_memo = lambda real, fake: None
         self.patches = contextlib.ExitStack()
