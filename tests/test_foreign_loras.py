@@ -194,7 +194,7 @@ def comfyui_model(path):
             b, a, alpha = keys = [f"{layer}.{end}" for end in ("lora_B.weight", "lora_A.weight", "alpha")]
             if b in tensors:
                 scale = tensors[alpha].item() / len(tensors[a]) if alpha in tensors else 1.0
-                weight += scale * (tensors[b] @ tensors[a])
+                weight += scale * (tensors[b].float() @ tensors[a].float()) # in fp32, whatever the file has
                 left -= set(keys)
     return model, left
 
