@@ -36,7 +36,7 @@ import re
 import secrets
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 import common
@@ -79,8 +79,8 @@ try: # the one that works without torchvision; from transformers 5.4 on it has a
 except ModuleNotFoundError:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil
 
-from library.models import devices, model_files, picture_vae, quantization
-from rope_patch import ROPE_TABLE
+from library.models import devices, model_files, one_pass, picture_vae, quantization
+from rope_patch import ROPE_TABLE, plan_packs
 
 PREPROCESSING = 4 # part of every key: add 1 when the preparation of pictures or prompts changes
 
@@ -93,7 +93,8 @@ PARTS_OF = dict(vae=["vae"], text=["text_encoder", "tokenizer", "processor"]) # 
 
 class Processor: # a class because the pipeline calls it as pipe.processor, and reads its attributes
     """Qwen2VLProcessor without its video half, which cannot be loaded without torchvision: transformers' PIL image
-    processor, and the tokenizer on a text where each <|image_pad|> stands once per merged patch."""
+    processor, and the tokenizer on texts where each <|image_pad|> stands once per merged patch. All texts speak of the
+    same pictures."""
 
     def __init__(self, tokenizer, image_processor):
         self.tokenizer, self.image_processor = tokenizer, image_processor
@@ -102,9 +103,9 @@ class Processor: # a class because the pipeline calls it as pipe.processor, and 
         pictures = {}
         if images is not None:
             pictures = self.image_processor(images=images, return_tensors=return_tensors)
-            counts = iter((pictures["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2).tolist())
+            counts = cycle((pictures["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2).tolist())
 
-            def repeat(pad): # the k-th pad in the list of texts stands for the k-th picture
+            def repeat(pad): # the k-th pad of each text stands for the k-th picture
                 return pad[0] * next(counts)
             text = [re.sub(r"<\|image_pad\|>", repeat, one) for one in text]
         tokens = self.tokenizer(text, padding=padding, return_tensors=return_tensors)
@@ -197,7 +198,7 @@ def load_encoder(pipe, encoder, args):
     else:
         model = load_part(Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", args.dtype)
         model.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
-        model.register_forward_pre_hook(add_token_types, with_kwargs=True)
+        one_pass.patch_text_encoder(model).register_forward_pre_hook(add_token_types, with_kwargs=True)
         try:
             # quantized layer by layer, so that the device never holds all of it in full precision
             if args.quantize_text_encoder != "none":
@@ -213,7 +214,7 @@ def load_encoder(pipe, encoder, args):
 def add_token_types(encoder, args, kwargs):
     """A forward pre-hook that marks the tokens of pictures. From 5.3 on transformers wants these marks, and diffusers
     0.42.1 does not pass them (its issue 14194): without them all pictures lose their rows and columns, silently."""
-    wanted = "mm_token_type_ids" in inspect.signature(encoder.forward).parameters
+    wanted = "mm_token_type_ids" in inspect.signature(type(encoder).forward).parameters
     if wanted and kwargs.get("image_grid_thw") is not None:
         kwargs.setdefault("mm_token_type_ids", (kwargs["input_ids"] == encoder.config.image_token_id).int())
     return args, kwargs
@@ -269,14 +270,21 @@ def encode_image(pipe, image):
     return pipe._pack_latents(z, 1, z.shape[1], *z.shape[3:])[0]
 
 @torch.no_grad()
-def encode_prompt(pipe, prompt, images):
-    """A prompt and the pictures it speaks of -> (T, 3584), without the template's first 64 tokens."""
-    images = (images or None) if is_plus(pipe) else images[0] # v1 has one picture, and not in a list
-    embeds, _ = pipe.encode_prompt([prompt], images, device=pipe.text_encoder.device)
-    return embeds[0]
+def encode_prompts(pipe, prompts, images):
+    """Prompts, and the pictures that all of them speak of -> (T, 3584) of each, without the template's first 64 tokens:
+    one pass, with the numbers of one prompt at a time."""
+    given = (images or None) if is_plus(pipe) else images[0] # v1 has one picture, and not in a list
+    embeds, mask = pipe.encode_prompt(prompts, given, device=pipe.text_encoder.device)
+    if mask is None: # there are no pads
+        mask = embeds.new_ones(embeds.shape[:2])
+    embeds = [rows[real.bool()] for rows, real in zip(embeds, mask)]
+    if len(prompts) > 1 and not all(bool(rows.isfinite().all()) for rows in embeds):
+        # a prompt that overflows spoils the others, as 0 * NaN is NaN, also behind a mask
+        return [encode_prompts(pipe, [prompt], images)[0] for prompt in prompts]
+    return embeds
 
 def prompt_length(pipe, prompt, sizes):
-    """T of encode_prompt, from the tokenizer alone."""
+    """T of encode_prompts, from the tokenizer alone."""
     images = pipe.processor.image_processor
     counts = [images.get_number_of_image_patches(h, w, {}) // images.merge_size**2 for w, h in sizes]
     pictures = "".join(f"Picture {i + 1}: <|vision_start|><|image_pad|><|vision_end|>" for i in range(len(sizes)))
@@ -289,7 +297,7 @@ def read_planned(sample, path):
     return read_image(path, sample.contents[path])
 
 def read_pictures(pipe, sample, encoder, what):
-    """Reads and resizes the pictures that encode_text or encode_latents encodes; threads can do it ahead, as PIL
+    """Reads and resizes the pictures that encode_texts or encode_latents encodes; threads can do it ahead, as PIL
     releases the GIL. encoder "text": `what` is a text key; "vae": it is one of sample.encodings -> {a role of
     dataset.ROLES: [pictures]}, for the text of the controls alone, or {}. A mask has one pixel a token. InputError for
     a picture that is another one than was planned: its encoding would lie under the wrong key for ever."""
@@ -334,16 +342,18 @@ def encode_latents(pipe, sample, encoding, pictures=None):
             out[dataset.ROLES[role].tensor] = torch.cat(rows)
     if not sample.controls:
         out["control_latent"] = out["pixel_latent"][:0]
-    return refuse_overflow(sample, out)
+    return out
 
-def encode_text(pipe, sample, text_key, pictures=None):
-    """-> prompt_embed (T, 3584) and prompt_embeds_mask (T,) of a prompt, with the sample's controls or without. For the
-    prompt "" their names begin with empty_, as in the caches of other trainers."""
-    prompt, _ = text_key
-    pictures = pictures or read_pictures(pipe, sample, "text", text_key)
-    embed = encode_prompt(pipe, prompt, pictures.get("control"))
-    name = "prompt_embed" if prompt else "empty_prompt_embed"
-    return refuse_overflow(sample, {name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)})
+def encode_texts(pipe, text_keys, pictures):
+    """-> of each text key prompt_embed (T, 3584) and prompt_embeds_mask (T,), with the controls that read_pictures has
+    read for all of them, or without. For the prompt "" their names begin with empty_, as in the caches of other
+    trainers."""
+    encoded = []
+    prompts = [prompt for prompt, _ in text_keys]
+    for prompt, embed in zip(prompts, encode_prompts(pipe, prompts, pictures.get("control"))):
+        name = "prompt_embed" if prompt else "empty_prompt_embed"
+        encoded.append({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)})
+    return encoded
 
 def refuse_overflow(sample, tensors):
     # half precision can overflow, and one NaN in a batch would make all weights NaN
@@ -465,8 +475,10 @@ def encode_samples(pipe, samples, args, verify=False):
     for sample in samples:
         for file, job in files_of(sample).items():
             jobs[file] = sample, *job
-    # by key, and not by place: the processes' lists of missing files may differ, as one may have written some already
-    my_files = {file for file in jobs if int(file.stem, 16) % common.world() == common.rank()}
+    # by key, and not by place: the processes' lists of missing files may differ, as one may have written some already;
+    # a process does all of a sample, whose prompts share a pass
+    my_files = {file for file, (sample, *_) in jobs.items()
+                if int(sample.encodings[0]["file"].stem, 16) % common.world() == common.rank()}
     if verify:
         remove_damaged(filter(Path.is_file, my_files), pipe)
     missing, failed = [file for file in jobs if not file.is_file()], {}
@@ -520,43 +532,68 @@ def remove_damaged(files, pipe):
             disk.delete(file, what, "give another --cache_dir")
             tell(f"{file}: {what}; encoding it again", file=sys.stderr)
 
+PASS_BYTES = 8192 # of the prompts that share a pass, some 2,000 tokens, so that it needs little more memory than one
+
+def plan_passes(jobs):
+    """encode_files's jobs -> [[file, ...] of each pass of an encoder], all latents before all texts, so that the
+    encoders are loaded once each, and are never in memory together. Prompts about the same pictures share passes."""
+    latents, alike = [], {} # {the pictures as the text encoder sees them, if it does: {file: bytes of the prompt}}
+    for file, (sample, encoder, what) in jobs.items():
+        if encoder == "vae":
+            latents.append([file])
+        else:
+            prompt, with_pictures = what
+            seen = (*sample.controls, *map(tuple, sample.prompt_sizes)) if with_pictures else ()
+            alike.setdefault(seen, {})[file] = len(prompt.encode())
+    return latents + [files for lengths in alike.values() for files in plan_packs(lengths, PASS_BYTES)]
+
 def encode_files(pipe, jobs, args):
     """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> {file: error line}. Other
     threads read and write, as they wait for the disk."""
     failed = {}
-    # sorted: the encoders are loaded once each, and are never in memory together
-    order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
+    order = plan_passes(jobs)
 
-    def read(file):
-        sample, *_ = jobs[file]
+    def read(files):
+        sample, *_ = jobs[files[0]]
         with reserve_pixels(sample.contents): # threads wait where pictures would fill the memory
-            return read_pictures(pipe, *jobs[file])
+            return read_pictures(pipe, *jobs[files[0]])
     reads = common.run_ahead(read, order, threads=4, most=8)
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
-        for file, pictures in zip(common.progress("encoding", order, unit="file"), reads):
+        for files, pictures in zip(order, reads):
             if signals_seen:
                 return
-            sample, encoder, what = jobs[file]
+            sample, encoder, what = jobs[files[0]]
             if encoder != loaded:
                 drop_encoders(pipe)
                 load_encoder(pipe, encoder, args)
                 loaded = encoder
-            encode = encode_latents if encoder == "vae" else encode_text
-            meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls],
-                        code=library.code_hash(library.ENCODING))
             try:
-                yield file, encode(pipe, sample, what, pictures.result()), meta
+                if encoder == "vae":
+                    encoded = [encode_latents(pipe, sample, what, pictures.result())]
+                else:
+                    encoded = encode_texts(pipe, [jobs[file][2] for file in files], pictures.result())
             except InputError as e:
-                failed[file] = str(e)
+                failed.update(dict.fromkeys(files, str(e)))
+                encoded = []
             except torch.OutOfMemoryError:
                 raise InputError(f"{sample.name}: out of memory in the {encoder} encoder; lower --control_pixels and "
                                  "--target_pixels, or give cpu for --vae_device or --text_encoder_device")
+            for file, tensors in zip(files, encoded):
+                sample, *_ = jobs[file]
+                meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes,
+                            sources=[sample.target, *sample.controls], code=library.code_hash(library.ENCODING))
+                try:
+                    yield file, refuse_overflow(sample, tensors), meta
+                except InputError as e:
+                    failed[file] = str(e)
+            bar.update(len(files))
 
     # the encoder runs in this thread; four others read ahead of it, and one writes. A signal ends it between two files,
     # so that none is half-written, and the next call encodes the rest
-    with common.catch_signals() as signals_seen, closing(reads): # closed also if this ends early
+    with (common.catch_signals() as signals_seen, closing(reads), # closed also if this ends early
+          common.progress("encoding", total=len(jobs), unit="file") as bar):
         for written in common.run_ahead(lambda job: tensor_files.write_tensors(*job), encode_all(), most=4):
             written.result() # a full disk raises its InputError here
         if signals_seen:
@@ -567,12 +604,17 @@ def encode_files(pipe, jobs, args):
 
 def load_latents(sample, encoding, encoders=None):
     """encode_latents of one of sample.encodings: from the cache, or encoded now by the pipeline `encoders`."""
-    return encode_latents(encoders, sample, encoding) if encoders else read_encoded(sample, encoding)
+    if encoders:
+        return refuse_overflow(sample, encode_latents(encoders, sample, encoding))
+    return read_encoded(sample, encoding)
 
 def load_text(sample, text_key, encoders=None):
     """prompt_embed (T, 3584) of a text key, likewise."""
-    text = sample.texts[text_key]
-    tensors = encode_text(encoders, sample, text_key) if encoders else read_encoded(sample, text)
+    if encoders:
+        tensors, = encode_texts(encoders, [text_key], read_pictures(encoders, sample, "text", text_key))
+        refuse_overflow(sample, tensors)
+    else:
+        tensors = read_encoded(sample, sample.texts[text_key])
     return tensors["prompt_embed" if text_key[0] else "empty_prompt_embed"]
 
 def read_encoded(sample, encoded):

@@ -32,7 +32,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_code
 from peft import LoraConfig, set_peft_model_state_dict
 from PIL import Image
@@ -45,11 +45,12 @@ import rope_patch
 from rope_patch import extract_batch_field, get_image_shapes_multi_resolution, patch_qwen_model_for_multi_resolution
 from tests.harness import (ADAMW, BATCHES, DEVICE, DTYPE, E, EXACT, FULL, HERE, HOLES, MIXED, MIXED_MODES, MODES, O,
                            TINY, add_item, as_v1, assert_bitwise, assert_equals_stock, assert_one_by_one, copy_model,
-                           curve, demo_cache, everything, free_port, globals_of_train, hot_model, image_lens,
-                           image_mask_of, job_of, joint_mask_of, log_of, lora_of, losses_of, make_batch, one_by_one,
-                           padded_call, paint_picture, patched_copy, patched_model, precomputed_call, rel, run,
-                           run_script, show, stock_answer, stock_area, stock_pipeline, take_apart, text_mask_of,
-                           train_log, with_gradients)
+                           curve, demo_cache, encoder_flags, everything, free_port, globals_of_train, hot_model,
+                           image_lens, image_mask_of, job_of, joint_mask_of, log_of, lora_of, losses_of, make_batch,
+                           one_by_one, padded_call, paint_picture, patched_copy, patched_model, precomputed_call, rel,
+                           run, run_script, show, stock_answer, stock_area, stock_pipeline, take_apart, text_mask_of,
+                           train_log, unpatched, with_gradients)
+from training import optimizers
 
 # ==== claim 1: a call that stock diffusers knows is bit-equal to stock ================================================
 
@@ -418,8 +419,8 @@ def test_resume_is_bitwise(tmp_path, optimizer, flags):
     """6 steps in one go == 4 steps, killed after the checkpoint of step 2, resumed: log and LoRA, bit for bit. The log
     of the killed run ran ahead of its checkpoint and ends in half a line."""
     flags = [*flags, "--max_steps", 6, "--save_every", 2, "--optimizer", f"torch.optim.{optimizer}"]
-    optimizer, calls = getattr(torch.optim, optimizer), []
-    whole, real = train_log(tmp_path / "a", *flags), optimizer.step
+    owner, name = (optimizers, "muon_step") if optimizer == "Muon" else (torch.optim.AdamW, "step")
+    whole, real, calls = train_log(tmp_path / "a", *flags), getattr(owner, name), []
 
     def killed(self):
         calls.append(self)
@@ -427,7 +428,7 @@ def test_resume_is_bitwise(tmp_path, optimizer, flags):
             raise KeyboardInterrupt
         real(self)
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "step", killed)
+        patch.setattr(owner, name, killed)
         patch.setitem(sys.modules, "training.preflight", None) # whose trial takes steps of its own
         train_log(tmp_path / "b", *flags)
     shutil.rmtree(tmp_path / "b" / "checkpoint-000004")
@@ -442,7 +443,8 @@ def test_cached_and_live_training_log_the_same_losses(data, tmp_path):
     flags = ["--data", data, "--cache_dir", tmp_path / "cache", "--target_pixels", "native", "32*64",
              "--caption_dropout_rate", 0.5, "--prompt_image_dropout_rate", 0.3]
     cached, live = train_log(tmp_path / "a", *flags), train_log(tmp_path / "b", *flags, "--no-use_cache")
-    assert len(cached) == 3 and curve(cached) == curve(live)
+    assert len(cached) == 3 # they differ by the rounding of prompts that have shared a pass
+    np.testing.assert_allclose(curve(cached), curve(live), rtol=1e-5)
 
 def test_lora_loads_in_stock_pipeline(tmp_path):
     """File -> unmodified pipe.load_lora_weights == file -> predict.load_loras == weights by hand == the model that
@@ -470,6 +472,43 @@ def test_lora_loads_in_stock_pipeline(tmp_path):
     show("by hand", rel(a, c), 1e-5)
     show("as it was trained", rel(a, e), 1e-5)
     assert rel(a, b) <= 1e-6 and rel(a, c) <= 1e-5 and rel(a, e) <= 1e-5 and rel(d, c) > 1e-4
+
+# ---- all prompts about the same pictures in one pass of the text encoder ---------------------------------------------
+
+WORDINGS = ["add a red border", "", "add a", "turn the circle blue and the sky green, " * 20]
+SEEN = [("v1", 1), ("Plus", 0), ("Plus", 1), ("Plus", 2)]
+
+@functools.cache
+def wordings(family, pictures, dtype="float32", way="together"):
+    """It returns WORDINGS encoded in one pass, or by stock's classes one by one; `way` may be to leave out the mask."""
+    pipe = cache.load_pipeline(TINY)
+    cache.load_encoder(pipe, "text", encoder_flags(dtype=dtype, text_encoder_device=DEVICE))
+    for layer in pipe.text_encoder.model.language_model.layers: # a hot model: its tokens attend to few others
+        layer.self_attn.q_proj.weight.mul_(4)
+        layer.self_attn.o_proj.weight.mul_(4)
+    pipe.processor.image_processor = cache.Qwen2VLImageProcessorPil() # makes rows and columns of tokens, tiny's one row
+    if family == "v1":
+        pipe = QwenImageEditPipeline(**pipe.components)
+    images = [paint_picture((112, 84 + 28 * n), seed=n) for n in range(pictures)]
+    if way == "one by one":
+        unpatched(pipe.text_encoder)
+        return [cache.encode_prompts(pipe, [prompt], images)[0] for prompt in WORDINGS]
+    if way == "without the mask": # transformers makes its own: a token sees all that stand before it
+        pipe.text_encoder.model.register_forward_pre_hook(
+            lambda _, args, call: (args, call | dict(attention_mask=None)), with_kwargs=True)
+    return cache.encode_prompts(pipe, WORDINGS, images)
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family, pictures", [("v1", 1), ("Plus", 0), ("Plus", 1), ("Plus", 2)])
+def test_one_pass_of_all_prompts_equals_stock_one_by_one(family, pictures, dtype):
+    exact = wordings(family, pictures, way="one by one") if dtype == "bfloat16" else None
+    assert_equals_stock(wordings(family, pictures, dtype), wordings(family, pictures, dtype, "one by one"), exact)
+
+def test_one_pass_without_its_mask_would_be_wrong():
+    """The negative control: the first prompt is right, and the others are not, as they see those before them."""
+    errors = list(map(rel, wordings("Plus", 1, way="without the mask"), wordings("Plus", 1, way="one by one")))
+    print("errors:", errors)
+    assert errors[0] <= 1e-5 and min(errors[1:]) > 0.01 and max(errors) > 0.1
 
 # ==== claim 5: what predict.py draws is what the stock pipeline draws =================================================
 

@@ -25,7 +25,7 @@ def refuse_package(folder):
 
 # the code that makes an encoded file
 ENCODING = ["cache.py", "library/data/picture_files.py", "library/data/automatic_mask.py",
-            "library/models/picture_vae.py"]
+            "library/models/picture_vae.py", "library/models/one_pass.py"]
 
 
 def code_hash(files):

@@ -164,8 +164,15 @@ def assert_bitwise(got, want):
     different = {name: rel(got[name], want[name]) for name in want if not torch.equal(got[name], want[name])}
     assert not different
 
+def unpatched(model):
+    """It takes the patches of an instance off, so that its classes' own code computes."""
+    for module in model.modules():
+        vars(module).pop("forward", None)
+    return model
+
 def stock_pipeline(folder):
-    """It returns the unmodified pipeline, with weights, and with our processor, since its own needs torchvision."""
+    """It returns the unmodified pipeline, with weights, and with our processor, since its own needs torchvision. Its
+    text encoder takes several prompts as well, for job_of."""
     pipe = cache.load_pipeline(folder)
     for part in ("vae", "text"):
         cache.load_encoder(pipe, part, encoder_flags())
@@ -510,8 +517,9 @@ def samples_of(pipe, data, texts=None, **geometry):
 
 def encode(pipe, sample, prompt=None):
     """It returns the sample's tensors at its first resolution, encoded now."""
-    text = (sample.prompts[0] if prompt is None else prompt, True)
-    return cache.encode_latents(pipe, sample, sample.encodings[0]) | cache.encode_text(pipe, sample, text)
+    key = (sample.prompts[0] if prompt is None else prompt, True)
+    text, = cache.encode_texts(pipe, [key], cache.read_pictures(pipe, sample, "text", key))
+    return cache.encode_latents(pipe, sample, sample.encodings[0]) | text
 
 def make_cache(data, cache_dir, *flags):
     """It encodes a dataset with cache.py, and returns the result of run_script."""

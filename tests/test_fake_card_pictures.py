@@ -24,7 +24,7 @@ def counted(module, name):
         seen.calls.append(dict(on.reading(), name=name))
         return out
     setattr(module, name, call)
-counted(cache, "encode_image"), counted(cache, "encode_prompt"), counted(predict, "decode")
+counted(cache, "encode_image"), counted(cache, "encode_prompts"), counted(predict, "decode")
 """
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_encoding_keeps_its_limits(folder):
     answer = run(folder, "cache.py", "--data", "data", "--target_pixels", "native", "--control_pixels", "native",
                  "--cache_dir", "cache", card=dict(gib=79.2), prelude=COUNT)
     pictures = [call for call in answer.calls if call["name"] == "encode_image"]
-    prompts = [call for call in answer.calls if call["name"] == "encode_prompt"]
+    prompts = [call for call in answer.calls if call["name"] == "encode_prompts"]
     assert len(pictures) == 4 and len(prompts) == 2
     for call in answer.calls:
         show(call)

@@ -39,8 +39,7 @@ def rehearse(patch):
           "asked" if model.training else "loss")
     count(predict, "run_packed", lambda _: drawing[-1])
     count(predict, "decode", lambda _: drawing[-1])
-    for name in ("encode_latents", "encode_text"):
-        count(cache, name, lambda _: "encoded")
+    count(cache, "refuse_overflow", lambda _: "encoded") # of each file
     generate = validation.Drawer.generate
 
     def told(self, trained):

@@ -151,7 +151,7 @@ def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tm
     assert result.status == 0 and "3 of 4" in result.out and result.out.count("/2.png:") == 1, result.err
 
 @pytest.mark.parametrize("module, name, flag", [
-    (cache, "encode_image", "--control_pixels"), (cache, "encode_prompt", "--text_encoder_device"),
+    (cache, "encode_image", "--control_pixels"), (cache, "encode_prompts", "--text_encoder_device"),
     (predict, "run_packed", "--max_tokens"), (predict, "decode", "--vae_device")])
 def test_out_of_memory_is_one_line_and_finished_pictures_stay(tmp_path, monkeypatch, module, name, flag):
     """While encoding, drawing or decoding the second of two pictures; once there is memory only that one is drawn."""

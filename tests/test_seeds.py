@@ -314,7 +314,7 @@ def test_encoders_stand_where_their_flags_say_and_get_their_inputs_there(data):
         pipe.text_encoder.register_forward_pre_hook(stop, with_kwargs=True)
         sample = samples_of(pipe, data)[0]["cat"]
         with pytest.raises(Reached):
-            cache.encode_text(pipe, sample, next(iter(sample.texts)))
+            cache.load_text(sample, next(iter(sample.texts)), pipe)
         assert seen.pop() == {"meta"}
 
 def test_each_part_of_predict_stands_on_its_own_device(tmp_path, photo, monkeypatch):

@@ -117,7 +117,7 @@ def test_dropped_pictures_leave_latents_and_prompt(tmp_path, data, plus):
     for prompt in ("add a red border", ""):
         p = next(p for p, picked in enumerate(picks) if (picked.prompt, picked.with_controls) == (prompt, False))
         item, full = [names["load_item"](names["pick"](p)) for names in (ns, before)]
-        want = cache.encode_prompt(plus, prompt, [])
+        want = cache.encode_prompts(plus, [prompt], [])[0]
         assert len(want) == picks[p].sample.texts[prompt, False]["tokens"] and rel(item.prompt, want) < 1e-6
         assert item.controls.shape == (0, 64) and len(item.img_shapes) == 1 and torch.equal(item.x0, full.x0)
     assert without.losses != result.losses

@@ -11,6 +11,7 @@ turns:
 
 $ python tools/bench.py                    # small model (d = 512, 2 blocks), three presets: a few minutes
 $ python tools/bench.py --what vae --dtype bfloat16 --rounds 2 # the VAE in its real shape, 256 * 256 (full: to 1024)
+$ python tools/bench.py --what text --dtype bfloat16 # the text encoder at its real width, with six of its 60 layers
 $ python tools/bench.py --size full --device cuda --preset mixed_1024 --rounds 15  # the real 60 blocks, random weights
 
 Times are compared only within a round. A line shows the median and the quartiles of a ratio over all rounds, beside the
@@ -39,7 +40,8 @@ PRESETS = dict(
 
 parser = command_line.Parser(__doc__)
 flag = parser.group("what to time")
-flag("--what", "training", "training, or the VAE with one picture, beside stock's", choices=["training", "vae"])
+flag("--what", "training", "training; the VAE with one picture, beside stock's; or the text encoder with the prompts "
+     "about one picture, in one pass and one by one", choices=["training", "vae", "text"])
 flag("--size", "small", "full: the real shape, with 41 GB of weights", choices=["small", "full"])
 flag("--preset", None, "which samples (default: mixed mild uniform; with --size full four others)", nargs="+",
      choices=PRESETS)
@@ -61,7 +63,7 @@ import psutil
 import torch
 
 from rope_patch import blocks_of, checkpoint_blocks, patch_qwen_model_for_multi_resolution
-from tools import bench_vae
+from tools import bench_text, bench_vae
 from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
                                 run_on, seconds, share, with_lora, with_pads)
 
@@ -196,8 +198,9 @@ def bench_training(preset, models):
     if any("INVALID" in line for line in lines):
         print("INVALID: the quartiles are more than 10 % apart; measure again on a quieter machine")
 
-if args.what == "vae":
-    bench_vae.bench_vae(args.size, dtype, args.device, lambda ways: interleave(ways, args.rounds))
+if args.what != "training":
+    bench = dict(vae=bench_vae.bench_vae, text=bench_text.bench_text)[args.what]
+    bench(args.size, dtype, args.device, lambda ways: interleave(ways, args.rounds))
     sys.exit()
 models = make_models()
 for preset in args.preset or dict(small=["mixed", "mild", "uniform"], full=[
