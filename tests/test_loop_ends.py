@@ -24,7 +24,7 @@ from library.cli import command_line
 from library.files import tensor_files
 from library.lora import lora_paths
 from library.models import devices
-from training import best_step, optimizers, run_folder, run_log, validation
+from training import best_step, run_folder, run_log, validation
 import predict
 import rope_patch
 from tests.harness import (FULL, HERE, assert_bitwise, assert_same_run, is_one_line, log_of, run_script, start_ranks,
@@ -242,7 +242,7 @@ def test_a_validation_that_fails_is_a_warning_and_changes_no_step(whole, small, 
 
 @pytest.mark.parametrize("owner, name, call, error", [
     (cache, "load_latents", 6, Planted), (rope_patch, "run_packed", 3, KeyboardInterrupt),
-    (torch, "manual_seed", 5, Left), (optimizers, "muon_step", 3, KeyboardInterrupt),
+    (torch, "manual_seed", 5, Left), (torch.optim.Muon, "step", 3, KeyboardInterrupt),
     (torch.optim.Muon, "zero_grad", 2, Left)],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_what_a_called_function_raises_ends_the_run_with_its_last_whole_step(whole, tmp_path, owner, name, call, error):
@@ -276,7 +276,7 @@ def test_an_optimizer_that_dies_half_way_leaves_no_checkpoint_of_a_step(whole, t
         with torch.no_grad():
             (p if what == "weights" else optimizer.state[p]["momentum_buffer"]).add_(1)
     with pytest.MonkeyPatch.context() as patch:
-        failing(patch, optimizers, "muon_step", [4], Planted("planted"), change)
+        failing(patch, torch.optim.Muon, "step", [4], Planted("planted"), change)
         said = failing(patch, common, "tell", [])
         assert run_and_catch(*whole.flags, "--save_every", 2, "--out_dir", tmp_path / "run")[1] is Planted
     assert steps_of(tmp_path / "run") == [2]

@@ -4,7 +4,6 @@ that keeps a part of its state elsewhere is refused before the first step, in on
 
 $ python -m pytest -q tests/test_optimizers.py    # twenty seconds
 """
-import copy
 import functools
 import json
 import random
@@ -18,8 +17,8 @@ import torch
 
 import common
 from training import failures, optimizers, preflight, resume
-from tests.harness import (assert_bitwise, assert_same_run, is_one_line, log_of, lora_of, rel, run_script,
-                           start_ranks, steps_of, works)
+from tests.harness import (assert_bitwise, assert_same_run, is_one_line, log_of, lora_of, run_script, start_ranks,
+                           steps_of, works)
 
 class Optimizer(torch.optim.Optimizer):
     """Each class below says how it updates one parameter, from a state of some form."""
@@ -174,36 +173,6 @@ def test_a_run_of_train_py_resumes_to_the_bit(small, tmp_path, optimizer):
     assert_same_run(tmp_path / "a", tmp_path / "b")
     # it is the state that decides: without it the curve is another
     assert len({r["loss"] for r in log_of(tmp_path / "a")}) == 6
-
-@pytest.mark.parametrize("settings", [{}, dict(adjust_lr_fn="match_rms_adamw", ns_steps=3), dict(nesterov=False)])
-def test_muon_takes_torchs_steps_with_all_matrices_of_a_shape_at_once(settings):
-    """Momenta to the bit, weights but for the last bit of a product in bf16; either continues from the other's state.
-    A matrix without a gradient is left alone."""
-    torch.manual_seed(0)
-    shapes = [(16, 160), (160, 16), (640, 16), (16, 16), (16, 160), (160, 16), (3, 5)]
-    weights = [torch.randn(shape) for shape in shapes]
-    group = dict(lr=5e-3, weight_decay=0.01)
-    args = types.SimpleNamespace(optimizer="torch.optim.Muon", **group, ema=0, optimizer_args=settings,
-                                 lr_scheduler="constant")
-    make_both = optimizers.find_optimizer(args, None), functools.partial(torch.optim.Muon, **group, **settings)
-    both = [make([torch.nn.Parameter(w.clone()) for w in weights]) for make in make_both]
-    for n in range(20):
-        pairs = list(zip(*[optimizer.param_groups[0]["params"] for optimizer in both]))
-        for p, q in pairs[n % 2:]:
-            p.grad, q.grad = [torch.randn(p.shape, generator=torch.manual_seed(n)) for _ in range(2)]
-        for optimizer in both:
-            optimizer.step()
-            optimizer.zero_grad()
-        if n == 10:
-            states = [copy.deepcopy(optimizer.state_dict()) for optimizer in both]
-            for optimizer, state in zip(both, reversed(states)):
-                optimizer.load_state_dict(state)
-    ours, stock = both
-    assert type(ours).step is not type(stock).step and type(ours).__module__ == type(stock).__module__
-    for p, q in pairs:
-        assert_bitwise(ours.state[p], stock.state[q])
-        assert rel(p, q) < 1e-4
-    assert sum(torch.equal(p, q) for p, q in pairs) >= 4
 
 @pytest.mark.parametrize("optimizer", LOST, ids=lambda c: c.__name__)
 def test_what_a_checkpoint_cannot_keep_is_refused_before_the_first_step(small, tmp_path, optimizer):

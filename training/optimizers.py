@@ -48,8 +48,6 @@ def find_optimizer(args, parser):
     if args.lr_scheduler != "constant" and has_average(found):
         warn_once(f"warning: --lr_scheduler {args.lr_scheduler}: {args.optimizer} is schedule-free, and its average "
                   "replaces a schedule; give constant")
-    if args.optimizer == "torch.optim.Muon":
-        found = type("Muon", (found,), dict(step=muon_step, __module__=found.__module__))
     if args.ema:
         found = with_ema(found, args.ema)
     return partial(make, found, args)
@@ -64,30 +62,6 @@ def make(optimizer_class, args, parameters):
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
     return optimizer
-
-
-def muon_step(optimizer):
-    """torch.optim.Muon's step with all matrices of one shape together. torch starts 17 kernels for each matrix, and a
-    LoRA on 60 blocks has a thousand. Its settings, state and numbers, but for the last bit of some products in bf16."""
-    import torch
-    from torch.optim._muon import _adjust_lr
-    for group in optimizer.param_groups:
-        params, grads, momenta, alike = [], [], [], {} # alike: {shape: [(parameter, its update)]}
-        optimizer._init_group(group, params, grads, momenta)
-        for p, grad, momentum in zip(params, grads, momenta):
-            momentum.lerp_(grad, 1 - group["momentum"])
-            update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-            alike.setdefault(p.shape, []).append((p.detach(), update))
-        for (rows, columns), pairs in alike.items():
-            x = torch.stack([update.T if rows > columns else update for _, update in pairs]).bfloat16()
-            x /= x.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"]) # so that no singular value is above 1
-            a, b, c = group["ns_coefficients"]
-            for _ in range(group["ns_steps"]): # Newton-Schulz
-                gram = x @ x.mT
-                x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-            rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], (rows, columns))
-            for (p, _), update in zip(pairs, x.mT if rows > columns else x):
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
 
 
 def with_ema(optimizer_class, decay):
