@@ -259,14 +259,16 @@ def encoder_fingerprints(folder, cache_dir):
 
 # ---- encoding: what the stock pipeline computes, one picture or prompt at a time -------------------------------------
 
+def to_pixels(pipe, image):
+    """RGB image -> (1, 3, 1, H, W), from -1 to 1. The VAE knows videos, so a picture is one frame."""
+    return pipe.image_processor.preprocess(image).unsqueeze(2)
+
 @torch.no_grad()
-def encode_image(pipe, image):
-    """RGB image -> (tokens, 64): the posterior's mode, normalised by latents_mean/std, 2x2 patches packed. fp32 or bf16
-    as the VAE; on the VAE encoder's device."""
-    # the VAE knows videos, so a picture is one frame: (1, 3, 1, H, W)
+def encode_image(pipe, pixels):
+    """to_pixels of an image -> (tokens, 64): the posterior's mode, normalised by latents_mean/std, 2x2 patches packed.
+    fp32 or bf16 as the VAE; on the VAE encoder's device."""
     weight = next(pipe.vae.encoder.parameters())
-    x = pipe.image_processor.preprocess(image).unsqueeze(2).to(weight.device, weight.dtype)
-    z = pipe._encode_vae_image(x, generator=None)
+    z = pipe._encode_vae_image(pixels.to(weight.device, weight.dtype), generator=None)
     return pipe._pack_latents(z, 1, z.shape[1], *z.shape[3:])[0]
 
 @torch.no_grad()
@@ -299,21 +301,26 @@ def read_planned(sample, path):
 def read_pictures(pipe, sample, encoder, what):
     """Reads and resizes the pictures that encode_texts or encode_latents encodes; threads can do it ahead, as PIL
     releases the GIL. encoder "text": `what` is a text key; "vae": it is one of sample.encodings -> {a role of
-    dataset.ROLES: [pictures]}, for the text of the controls alone, or {}. A mask has one pixel a token. InputError for
-    a picture that is another one than was planned: its encoding would lie under the wrong key for ever."""
+    dataset.ROLES: [pictures]}, for the text of the controls alone, or {}; for the VAE as to_pixels makes them. A mask
+    has one pixel a token. InputError for a picture that is another one than was planned: its encoding would lie under
+    the wrong key for ever."""
+    def resize(picture, size):
+        return pipe.image_processor.resize(picture, size[1], size[0])
+
     def read(path, size):
-        return pipe.image_processor.resize(read_planned(sample, path), size[1], size[0])
+        return to_pixels(pipe, resize(read_planned(sample, path), size))
 
     # the text encoder sees small copies of the controls
     if encoder == "text":
         _, with_pictures = what
-        return dict(control=list(map(read, sample.controls, sample.prompt_sizes))) if with_pictures else {}
+        return dict(control=[resize(read_planned(sample, path), size)
+                             for path, size in zip(sample.controls, sample.prompt_sizes)]) if with_pictures else {}
     # a token is 16x16 pixels; shapes are (frames, height, width), and PIL's sizes (width, height)
     (width, height), *control_sizes = [(16 * w, 16 * h) for _, h, w in what["img_shapes"]]
     pictures = {}
     if sample.target:
         whole = read_planned(sample, sample.target)
-        pictures["target"] = [pipe.image_processor.resize(whole, height, width)]
+        pictures["target"] = [to_pixels(pipe, resize(whole, (width, height)))]
     if "mask" in what: # --mask auto compares the pictures at their own sizes
         mask = automatic_mask.auto_mask(whole, read_planned(sample, sample.controls[0]), (width, height))
         pictures["mask"] = [mask] if mask else []
@@ -557,7 +564,9 @@ def encode_files(pipe, jobs, args):
         sample, *_ = jobs[files[0]]
         with reserve_pixels(sample.contents): # threads wait where pictures would fill the memory
             return read_pictures(pipe, *jobs[files[0]])
-    reads = common.run_ahead(read, order, threads=4, most=8)
+    # a photograph takes the host longer than the card
+    threads = min(16, os.cpu_count() or 1)
+    reads = common.run_ahead(read, order, threads, most=threads + 4)
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
@@ -590,11 +599,11 @@ def encode_files(pipe, jobs, args):
                     failed[file] = str(e)
             bar.update(len(files))
 
-    # the encoder runs in this thread; four others read ahead of it, and one writes. A signal ends it between two files,
-    # so that none is half-written, and the next call encodes the rest
+    # the encoder runs in this thread; others read ahead of it, and four write. A signal ends it between two files, so
+    # that none is half-written, and the next call encodes the rest
     with (common.catch_signals() as signals_seen, closing(reads), # closed also if this ends early
           common.progress("encoding", total=len(jobs), unit="file") as bar):
-        for written in common.run_ahead(lambda job: tensor_files.write_tensors(*job), encode_all(), most=4):
+        for written in common.run_ahead(lambda job: tensor_files.write_tensors(*job), encode_all(), threads=4, most=16):
             written.result() # a full disk raises its InputError here
         if signals_seen:
             tell(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")

@@ -3,6 +3,7 @@ Encoded samples on disk: they are what the stock pipeline computes, they change 
 no damage to them, to their index or to the model's folder goes unnoticed.
 """
 import errno
+import itertools
 import os
 import pickle
 import re
@@ -173,6 +174,7 @@ def test_pictures_are_read_while_the_encoder_works_but_not_far_ahead(twelve, tmp
             return encode(*args)
         return watch
     monkeypatch.setattr(cache, "read_pictures", lambda *args: begun.append(1) or read(*args))
+    monkeypatch.setattr(cache.os, "cpu_count", lambda: 4) # so many threads, and four pictures more
     for kind in ("latents", "texts"):
         monkeypatch.setattr(cache, f"encode_{kind}", watched(kind, getattr(cache, f"encode_{kind}")))
     result = make_cache(twelve, tmp_path / "c")
@@ -197,12 +199,13 @@ def test_prompts_about_the_same_pictures_share_passes_of_bounded_length(data, tm
     assert sum(calls) == sum(passes) + 2 and texts["", True]["file"].is_file()
 
 def test_what_the_disk_refuses_at_the_very_end_is_one_line_and_no_index(twelve, tmp_path, monkeypatch):
-    """A thread writes while the next samples are encoded."""
-    write, written = tensor_files.write_tensors, []
+    """Threads write while the next samples are encoded."""
+    write, written, begun = tensor_files.write_tensors, [], itertools.count()
 
     def write_tensors(path, *args):
+        number = next(begun)
         time.sleep(0.02)
-        if len(written) == 23:
+        if number == 23:
             raise common.InputError(f"{path}: cannot be written; free some space")
         write(path, *args)
         written.append(path)

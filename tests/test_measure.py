@@ -60,7 +60,7 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
             save(image, tmp_path / f"data/control/{name}.png")
         image.paste((9, 9, 9 + 80 * n), (0, 0, 96, 16))
         save(image, tmp_path / f"data/target/{name}.png")
-        generated, _ = predict.decode(pipe.vae, cache.encode_image(pipe, image), [(1, 4, 6)])
+        generated, _ = predict.decode(pipe.vae, cache.encode_image(pipe, cache.to_pixels(pipe, image)), [(1, 4, 6)])
         save(generated, tmp_path / "out" / (name.replace("/", "-") + ".png"))
         want.setdefault("/".join(["data", *name.split("/")[:-1]]), []).append(validation.psnr(generated, image))
         moved.append(drift(generated, image, keep)["shift"])

@@ -340,7 +340,7 @@ def test_the_shipped_base_copies_and_follows(tmp_path, folder, edit, vae, follow
     cache.load_encoder(pipe, "vae", encoder_flags())
     for sample in dataset.read_dataset(tmp_path / "known")[0]:
         target = picture_files.read_image(sample.target)
-        ceiling, _ = predict.decode(pipe.vae, cache.encode_image(pipe, target),
+        ceiling, _ = predict.decode(pipe.vae, cache.encode_image(pipe, cache.to_pixels(pipe, target)),
                                  [(1, target.height // 16, target.width // 16)])
         drawn = Image.open(results_of(tmp_path / "o")[sample.name.replace("/", "-")])
         found.setdefault(Path(sample.name).parts[0], []).append([psnr(p, target) for p in (drawn, ceiling)])
@@ -389,12 +389,12 @@ def test_a_training_that_draws_in_tiles_still_encodes_whole_pictures(monkeypatch
     """With the same VAE, if it has no cache."""
     pipe, image = cache.load_pipeline(TINY), paint_picture((320, 64))
     cache.load_encoder(pipe, "vae", encoder_flags())
-    before = cache.encode_image(pipe, image)
+    before = cache.encode_image(pipe, cache.to_pixels(pipe, image))
     def fails(vae, z, **kwargs):
         raise torch.OutOfMemoryError
     monkeypatch.setattr(AutoencoderKLQwenImage, "decode", fails)
     predict.decode(pipe.vae, before, [(1, 4, 20)])
-    assert torch.equal(cache.encode_image(pipe, image), before)
+    assert torch.equal(cache.encode_image(pipe, cache.to_pixels(pipe, image)), before)
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 

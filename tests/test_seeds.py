@@ -301,7 +301,7 @@ def test_encoders_stand_where_their_flags_say_and_get_their_inputs_there(data):
     cache.load_encoder(pipe, "vae", encoder_flags(vae_device="meta"))
     assert devices_of(pipe.vae.encoder) == devices_of(pipe.vae.quant_conv) == {"meta"}
     assert devices_of(pipe.vae.decoder) == {"cpu"} # S1: the decoder stays behind
-    assert cache.encode_image(pipe, paint_picture((64, 32))).device.type == "meta"
+    assert cache.encode_image(pipe, cache.to_pixels(pipe, paint_picture((64, 32)))).device.type == "meta"
     seen = []
 
     def stop(module, args, kwargs):

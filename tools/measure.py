@@ -105,7 +105,7 @@ def prepare(sample, size, pipe):
     whole = picture_files.read_image(sample.target)
     target = reference = whole.resize(size, Image.Resampling.LANCZOS)
     if pipe:
-        latents = cache.encode_image(pipe, target)
+        latents = cache.encode_image(pipe, cache.to_pixels(pipe, target))
         reference, broken = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
         if broken:
             raise InputError(f"{sample.target}: the {broken} computes NaN or Inf of it; take another copy of --model")
