@@ -67,12 +67,7 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
         self.overwritten = WeakIdKeyDictionary() # {storage of which something was known: True}
         self.lock = threading.RLock() # autograd's threads and Python's garbage collector come at any time
         self.fake = FakeTensorMode()
-        dispatch = self.fake.dispatch
-
-        def one_at_a_time(*args, **kwargs): # cache.py's threads share this mode, which notes that it is in a kernel
-            with self.lock:
-                return dispatch(*args, **kwargs)
-        self.fake.dispatch = one_at_a_time
+        self.fake.dispatch = self.one_at_a_time(self.fake.dispatch)
         # it would keep weak references to what it has converted, and torch moves no parameter that has one
         self.fake.fake_tensor_converter.set_tensor_memo = lambda real, fake: None
         self.patches = contextlib.ExitStack()
@@ -93,9 +88,20 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
     def ignore_compile_internals(cls):
         return True # torch.compile compiles although we are there
 
+    def one_at_a_time(self, call):
+        """cache.py's threads share the mode of fake tensors, all of which are on "meta" while it is in a kernel."""
+        def locked(*args, **kwargs):
+            with self.lock:
+                return call(*args, **kwargs)
+        return locked
+
     # ---- one operation -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with self.lock:
+            return self.dispatch(func, types, args, kwargs)
+
+    def dispatch(self, func, types, args, kwargs):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         if torch._C._get_dispatch_mode(FAKE): # another one's: DTensor tries an operation on shapes first, --plan all
