@@ -9,6 +9,7 @@ from PIL import Image
 
 from tests.fake_card import client, guard
 from tests.harness import FULL
+from training import plan
 
 pytestmark = pytest.mark.skipif(bool(guard.why_not()), reason=f"{guard.why_not()}")
 BLOCKS = 60 if FULL else 2
@@ -108,6 +109,8 @@ predict.run_packed = noted
     show(decoded[-1])
     assert last["kernels"] / BLOCKS <= 195.8 and last["waits"] == 0, last["where"]
     assert FULL or last["peak"] <= 4.31 * GIB and decoded[-1]["peak"] <= 1.87 * GIB
+    planned = 768 * 1024 * plan.DECODING * 2 # bytes, in bf16
+    assert 0.85 * planned <= decoded[-1]["peak"] - decoded[-1]["now"] <= planned
     assert decoded[-1]["kernels"] <= 450 and decoded[-1]["waits"] <= 4, decoded[-1]["where"]
     assert len(decoded) == 3 and {"512.png", "768.png", "1024.png"} <= {p.name for p in (folder / "edited").iterdir()}
 
