@@ -154,7 +154,7 @@ def clean_folder(out_dir, step):
     left (half-written files and checkpoints, and what marks a run as finished). The checkpoints after this step, which
     are damaged, get another name: they must not count for --keep -> the lines of the log that stay: the first, and
     those up to the checkpoint, because later steps run again, and a kill may have left half a line."""
-    say(f"{out_dir}: continues after step {step}")
+    say(f"{out_dir}: continues after step {step}" if step else f"{out_dir}: has no checkpoint; begins at step 0")
     for path in out_dir.glob(".tmp-*"): # train.py holds the lock, so these belong to a dead process
         remove_old(path)
     damaged = checkpoints(out_dir)
