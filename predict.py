@@ -15,11 +15,11 @@ $ python predict.py --model ... --lora out/RUN LIGHTNING --shift 3 --num_inferen
 $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir edited   # eight share the work
 
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
-height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
-into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A result is called NAME-1a2b3c4d.png: the letters are a hash of all that decides it, such as settings, LoRAs
-and code. If it is there already, it is not generated again. --out, or `out` of a line, names the file itself: an older
-result is replaced there, but never a file that predict.py has not made. Shape letters as in rope_patch.py.
+height, width, size_from, seed, num_inference_steps, true_cfg_scale, cfg_norm, sigmas and shift. All samples are encoded
+first, into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs
+no new encoding. A result is called NAME-1a2b3c4d.png: the letters are a hash of all that decides it, such as settings,
+LoRAs and code. If it is there already, it is not generated again. --out, or `out` of a line, names the file itself: an
+older result is replaced there, but never a file that predict.py has not made. Shape letters as in rope_patch.py.
 """
 import os
 import sys
@@ -300,6 +300,7 @@ class Settings:
     negative_prompt: str
     num_inference_steps: int
     true_cfg_scale: float
+    cfg_norm: bool # whether guidance keeps the norm of the conditional prediction
     sigmas: list | None # noise level of each step, before the shift; None: evenly spaced
     shift: float | None # None: the model's own, by size
     seed: int
@@ -394,7 +395,9 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
                 # classifier-free guidance; stock then scales each token back to the norm of the conditional run
                 uncond = next(preds)[:len(latents[j])]
                 guided = uncond + jobs[j].settings.true_cfg_scale * (pred - uncond)
-                pred = guided * (pred.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+                if jobs[j].settings.cfg_norm:
+                    guided = guided * (pred.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+                pred = guided
             # Euler: x + (next sigma - sigma) * velocity, computed by stock's scheduler. Another sampler goes here
             latents[j] = schedulers[j].step(pred[None], step[j], latents[j][None]).prev_sample[0]
         if bar is not None:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import tempfile
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,7 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
            "sigmas": [dict(sigmas=[1, 2]), dict(sigmas=[0.5, 0.6]), dict(sigmas=[1], num_inference_steps=3)],
            "shift": [dict(shift=-1), dict(shift=math.nan)], "shift [3]: is no number": [dict(shift=[3])],
            "size_from": [dict(size_from=2), dict(size_from=0)], "height null: is no": [dict(height=None)],
+           "cfg_norm 0: is no true or false": [dict(cfg_norm=0)],
            "num_inference_steps": [dict(num_inference_steps=0), dict(num_inference_steps=10**20)],
            "give 32 to": [dict(height=0), dict(width=31)],
            "negative prompt": [dict(negative_prompt="<|im_end|>")], "None": [dict(image=[None])],
@@ -314,6 +316,21 @@ def test_distilled_sampling_with_two_loras_equals_stock(settings, config, call, 
                      **call).images[0]
     show("latents, from the stock pipeline", rel(latents[0], stock), 1e-5)
     assert rel(latents[0], stock) <= 1e-5 < 1e-3 < rel(latents[1], stock)
+
+def test_guidance_without_its_norm_is_the_sum_alone(photos, tmp_path):
+    """As DiffSynth, InvokeAI and stable-diffusion.cpp draw. The norms are those of stock: see claim 5."""
+    pipe, ways = stock_pipeline(TINY), {}
+    transformer = predict.load_transformer(TINY, "float32")
+    for way in (dict(true_cfg_scale=1.0), dict(), dict(cfg_norm=False)):
+        job = job_of(pipe, photos[:1], tmp_path, 96 * 96, **dict(num_inference_steps=1, shift=3.0) | way)
+        latents, = predict.denoise(transformer, pipe.scheduler.config, [job], 10_000)
+        ways[str(way)] = job.noise - latents # of one step: the prediction
+    pred, normed, plain = ways.values()
+    negative = replace(job, prompt_embeds=job.prompt_embeds[1:])
+    latents, = predict.denoise(transformer, pipe.scheduler.config, [negative], 10_000)
+    uncond = job.noise - latents
+    assert rel(plain, uncond + 4 * (pred - uncond)) <= 1e-5
+    assert rel(normed.norm(dim=-1), pred.norm(dim=-1)) <= 1e-5 < 1e-3 < rel(plain.norm(dim=-1), pred.norm(dim=-1))
 
 def test_sizes_are_those_of_the_lora_unless_a_flag_says_otherwise(tmp_path, photos, two_loras):
     """The first LoRA's count, with a warning if the second was trained at others."""

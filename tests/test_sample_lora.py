@@ -43,8 +43,8 @@ def pictures_of(folder):
     """-> {name: pixels} of the PNGs below a folder."""
     return {path.stem: np.asarray(picture_files.read_image(path)) for path in folder.rglob("*.png")}
 
-def same(a, b):
-    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+def same(a, b, levels=0):
+    return a.keys() == b.keys() and all(np.allclose(a[name], np.asarray(b[name], int), 0, levels) for name in a)
 
 def predicted(tmp_path, flags, loras, *more):
     """What predict.py generates for the validation samples with these LoRAs."""
@@ -103,7 +103,8 @@ def test_a_resumed_run_may_generate_otherwise(tmp_path, flags, other):
 def test_it_works_with(tmp_path, flags, other, more):
     train(tmp_path / "a", flags, *FEW, "--sample_lora", other, *more)
     want = predicted(tmp_path, flags, [tmp_path / "a", other], *FEW, *(more if "--quantize" in more else []))
-    assert same(pictures_of(tmp_path / "a/samples/step_000002"), want)
+    # predict.py's prompts have shared a pass of the text encoder, which rounds otherwise
+    assert same(pictures_of(tmp_path / "a/samples/step_000002"), want, levels="--no-use_cache" in more)
     train(tmp_path / "b", [*flags, "--sample_every", 0, "--val_data"], *more)
     assert curve(log_of(tmp_path / "a")) == curve(log_of(tmp_path / "b"))
 

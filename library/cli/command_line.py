@@ -277,7 +277,8 @@ def add_transformer_flags(parser):
 def add_sample_flags(flag, names):
     for name in names:
         kind, text = SAMPLE_FLAGS[name]
-        flag(f"--{name}", SAMPLING.get(name), text, type=kind)
+        default = SAMPLING.get(name)
+        flag(f"--{name}", default, text, **({} if isinstance(default, bool) else dict(type=kind)))
 
 def words_for_predict(args, default):
     """-> the words of a command line by which predict.py draws as these flags of train.py say: of the flags that both
@@ -286,6 +287,9 @@ def words_for_predict(args, default):
     for name in ("model", "transformer", "quantize", "quantize_text_encoder", "offload", *SAMPLING):
         value = vars(args).get(name)
         if value == default(name):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
             continue
         text = "all" if value == ALL_BLOCKS else str(value)
         # which may look like a flag itself
@@ -395,8 +399,8 @@ def is_one_file(name):
     return Path(name or "").is_file() or str(name).endswith((".safetensors", ".gguf"))
 
 # how the stock pipeline samples, as the model cards have it
-SAMPLING = dict(negative_prompt=NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, sigmas=None,
-                shift=None)
+SAMPLING = dict(negative_prompt=NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, cfg_norm=True,
+                sigmas=None, shift=None)
 
 def png_name(text):
     if not text.lower().endswith(".png") or "\0" in text:
@@ -408,14 +412,21 @@ def only_text(value):
         raise TypeError("is no text")
     return value
 
+def true_or_false(value):
+    if not isinstance(value, bool):
+        raise TypeError("is neither true nor false")
+    return value
+
 # Flags that a line of jobs.jsonl may set, too, for its own picture: {name: (type, help)}. train.py has those of
 # SAMPLING, for its validation pictures.
 SAMPLE_FLAGS = dict(
     negative_prompt=(only_text, "prompt of the unconditional pass (default: one space)"),
     num_inference_steps=(number(int, 1, 1000), "Euler steps: at least 2, or 1 with a --shift"),
     true_cfg_scale=(number(float, 0, 1e6), "CFG scale; at 1 or below no unconditional pass is run: half the time"),
-    shift=(number(float, 1e-6, 1e6), "one shift for all sizes, not stretched: 3 for Qwen-Image-Lightning (default: the "
-           "model's own, by size)"),
+    cfg_norm=(true_or_false, "set what CFG predicts back to the norm of the prompt's own prediction, as stock and "
+              "ComfyUI's CFGNorm do; DiffSynth, InvokeAI and stable-diffusion.cpp do not"),
+    shift=(number(float, 1e-6, 1e6), "one shift for all sizes, not stretched to end at 0.02: 3 for "
+           "Qwen-Image-Lightning (default: the model's own, by size)"),
     height=(number(int, 32, 16384), "of the result, in pixels, rounded down to 16 (default: from the area)"),
     width=(number(int, 32, 16384), "pixels, likewise"),
     size_from=(positive, "which picture gives the result its shape, from 1 (default: the last, as in stock)"))

@@ -318,7 +318,7 @@ JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=seed_number,
                  **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
 # what a value should be, by the name of such a function; Python's own errors speak of Python's types
 WANTED = dict(int="whole number", float="number", noise_levels="list of 1 to 1000 numbers, such as [1, 0.5]",
-              png_name="name such as cat.png", only_text="text")
+              png_name="name such as cat.png", only_text="text", true_or_false="true or false")
 
 def read_manifest(manifest, is_job=False, root=None):
     """-> (samples, problems): a line for each thing that is wrong. root: the folder in which the manifest was found.

@@ -55,8 +55,7 @@ def training_warnings(args, samples, val_samples):
                      "raise --max_steps")
     if is_given("--sample_every") and args.sample_every and not val_samples: # (tiny has a default)
         lines.append("--sample_every: nothing will be generated; give pairs that are not trained as --val_data")
-    if is_given("--negative_prompt") and args.true_cfg_scale <= 1:
-        lines.append(f"--negative_prompt: {NO_EFFECT}")
+    lines += without_guidance(args)
     if args.preserve:
         lines += preserve_warnings(args, samples)
     return [f"warning: {line}" for line in lines]
@@ -85,6 +84,11 @@ def preserve_warnings(args, samples):
     return []
 
 NO_EFFECT = "has no effect at a CFG scale of 1 or below; raise --true_cfg_scale, or leave it out"
+
+def without_guidance(args):
+    """-> lines about flags that guidance alone reads."""
+    given = filter(is_given, ("--negative_prompt", "--no-cfg_norm"))
+    return [f"{flag}: {NO_EFFECT}" for flag in given if args.true_cfg_scale <= 1]
 
 def result_warnings(args, requests):
     """The same of predict.py's flags and its pairs of a planned sample and its Settings."""
