@@ -642,7 +642,7 @@ def main(args):
 
     # a LoRA on another base than its own is allowed, with a line
     here = lora_file.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
-    lora_file.warn_other_base(loras, here, geometry)
+    lora_file.warn_other_base(loras, here)
     pipe = cache.load_pipeline(folder, args.cache_dir)
     requests, wrong = plan_requests(pipe, samples, geometry, args)
     if first:

@@ -457,7 +457,8 @@ def test_lora_loads_in_stock_pipeline(tmp_path):
     predict.load_loras(ours, [predict.read_lora(tmp_path / "a")], [1.0])
     state = lora_of(tmp_path / "a")
     layers = sorted({k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in state})
-    assert predict.read_lora(tmp_path / "a").meta["transformer.target_modules"] == layers # so that a half is noticed
+    _, meta = tensor_files.read_tensors(tmp_path / "a" / predict.LORA_FILE, "lora_adapter_metadata")
+    assert meta["transformer.target_modules"] == layers # so that a half is noticed
     for key in [k for k in state if "lora_A" in k]:
         linear = by_hand.get_submodule(key.removeprefix("transformer.").removesuffix(".lora_A.weight"))
         linear.weight.data += state[key.replace("lora_A", "lora_B")] @ state[key] # 8 / 4 is in lora_B

@@ -73,32 +73,25 @@ def written(path, **train):
     return path
 
 PLUS = dict(model="tiny", pipeline="QwenImageEditPlusPipeline", zero_cond_t=False, model_hash="a")
-SIZES = dict(target_pixels=1024**2, control_pixels="native", upscale=True)
 
-def lines_of(capfd, path, here, geometry=None):
-    warn_other_base([predict.read_lora(path)], here, geometry)
+def lines_of(capfd, path, here):
+    warn_other_base([predict.read_lora(path)], here)
     return capfd.readouterr().err.splitlines()
 
 def test_the_greatest_difference_is_told_and_only_that(tmp_path, capfd):
-    """The pipeline before the weights, the weights before the sizes, of which each area of a training is its own."""
-    path = written(tmp_path / "x.safetensors", **PLUS, geometry=SIZES, areas=[1024**2, 512**2])
-    used = SIZES | dict(target_pixels=[768**2])
+    """The pipeline before the weights."""
+    path = written(tmp_path / "x.safetensors", **PLUS)
     v1 = PLUS | dict(pipeline="QwenImageEditPipeline", model_hash="b")
-    for here, words in ((v1, "(v1)"), (PLUS | dict(model_hash="b"), "weights"),
-                        (PLUS, f"at target_pixels {1024**2}, and here it is {768**2}; the flags win")):
-        line, = lines_of(capfd, path, here, used)
+    for here, words in ((v1, "(v1)"), (PLUS | dict(model_hash="b"), "weights")):
+        line, = lines_of(capfd, path, here)
         assert words in line and line.startswith(f"warning: {path}: ")
-    assert not lines_of(capfd, path, PLUS) # where sizes do not count
-    for area in (1024**2, 512**2):
-        assert not lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[area]))
+    assert not lines_of(capfd, path, PLUS)
 
 def test_what_a_file_does_not_say_is_not_compared(tmp_path, capfd):
-    """Files of diffusers, of an older version, and of strangers, who may say anything. (read_lora refuses a geometry
-    that is none.)"""
+    """Files of diffusers, of an older version, and of strangers, who may say anything."""
     for n, train in enumerate([{}, dict(model="tiny", config=dict(model_hash="0123456789abcdef")), dict(model=5),
-                               dict(pipeline=["x"], model_hash={}, areas=3, zero_cond_t="yes")]):
-        assert not lines_of(capfd, written(tmp_path / f"{n}.safetensors", **train), PLUS, SIZES | dict(
-            target_pixels=[1024**2]))
+                               dict(pipeline=["x"], model_hash={}, zero_cond_t="yes")]):
+        assert not lines_of(capfd, written(tmp_path / f"{n}.safetensors", **train), PLUS)
 
 @pytest.mark.parametrize("architecture, told", [
     ("Qwen-Image-Edit/lora", True), ("Qwen-Image-Edit-Plus/lora", False), ("Qwen-Image-Edit-2511/lora", True),

@@ -498,6 +498,9 @@ def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, ope
     all_new = both | {"masks.txt"} # (tiny's files are too young for models.txt where this repository is)
     assert start()[1] - {"models.txt"} == all_new and len(set(opened)) == 7
     assert start() == (False, set()) and not opened
+    os.utime(data / "control/2.png", ns=(2 * 10**18, 2 * 10**18)) # of a camera whose clock is years ahead
+    assert start()[1] == {"pictures.txt"} and opened == ["2.png"]
+    assert start() == (False, set()) and not opened
     shutil.copy(data / "target/2.png", data / "target/0.png")
     assert start() == (True, both) and {*opened} == {"0.png"}
     a, b = [data / f"control/{n}.bmp" for n in (0, 1)]

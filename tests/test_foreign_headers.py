@@ -6,6 +6,7 @@ $ python -m pytest -q tests/test_foreign_headers.py              # a minute
 $ python -m pytest -q tests/test_foreign_headers.py --fuzz 2000  # so many damages of each file
 """
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -17,9 +18,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import safetensors.torch
 import torch
+from diffusers import QwenImageTransformer2DModel
 
 import common
 from library.files import tensor_files
@@ -28,8 +31,8 @@ from library.lora.lora_file import unfold
 from training import resume, run_folder
 import predict
 from tests.fuzz import fuzz, nested
-from tests.harness import (TINY, assert_bitwise, is_one_line, layers_of, log_of, lora_file, lora_of, lora_tensors,
-                           refused, renamed, run_script, within, works)
+from tests.harness import (ON_DEVICE, SMALL, TINY, assert_bitwise, is_one_line, layers_of, log_of, lora_file, lora_of,
+                           lora_tensors, refused, renamed, run_script, within, works)
 
 LAYER = "transformer.transformer_blocks.0.attn.to_q"
 
@@ -452,6 +455,90 @@ def test_an_alpha_that_is_no_finite_number_is_one_line_wherever_it_stands(tmp_pa
         with refused(path, "alpha"):
             predict.read_lora(path)
 
+# ---- LoRA files: what makes one no plain LoRA ------------------------------------------------------------------------
+
+def test_every_field_of_peft_s_configs_is_known():
+    """A new one fails here: does it change what a file's two matrices mean? (Of LoHa and LoKr, which become a LoRA, the
+    tests of their forms ask the same.)"""
+    names = set()
+    for config in (peft.LoraConfig, peft.LoHaConfig, peft.LoKrConfig):
+        names |= {field.name for field in dataclasses.fields(config)}
+    lists = [peft_config.SCALE, peft_config.TRAINING, [*peft_config.CHANGES]]
+    assert sorted(sum(lists, [])) == sorted(names)
+
+CHANGED = [*(dict(init_lora_weights=init) for init in (
+    "pissa", "pissa_niter_4", "PiSSA", "olora", "corda", "loftq", "lora_ga", "of tomorrow")), *(
+    dict(peft_type=kind) for kind in ("IA3", "ADALORA", "OFT", "XLORA")), dict(use_dora=True), dict(use_qalora=True),
+    dict(alora_invocation_tokens=[1, 2]), dict(lora_bias=True), dict(bias="lora_only"), dict(bias="all"),
+    dict(modules_to_save=["proj_out"]), dict(layer_replication=[[0, 2]]), dict(trainable_token_indices=[1]),
+    dict(kasa_config={"beta": 1}), dict(arrow_config={"top_k": 1}), dict(use_bdlora={"nblocks": 2})]
+UNCHANGED = [*(dict(init_lora_weights=init) for init in (True, False, None, "gaussian", "orthogonal", "eva")), dict(
+    peft_type="LORA", bias="none", use_dora=False, modules_to_save=None, alora_invocation_tokens=[], lora_dropout=0.5,
+    megatron_core="megatron.core", qalora_group_size=16, loftq_config={"loftq_bits": 4}, target_modules=["to_q"])]
+
+def places_of(folder, said):
+    """-> a LoRA's files, each of which says this in another place."""
+    config = dict(r=2, lora_alpha=2, **said)
+    flat = {key: str(value) for key, value in said.items()}
+    headers = [of_diffusers(**config), dict(lora_adapter_metadata=json.dumps(config)), flat,
+               {f"transformer.{key}": text for key, text in flat.items()}, dict(ss_network_args=json.dumps(said))]
+    for n, header in enumerate(headers):
+        yield save(folder / f"{n}.safetensors", lora_tensors(), header)
+        bare = renamed("transformer.", "")(lora_tensors())
+        yield save(folder / f"{n}-bare.safetensors", bare, header)
+    yield save_as_peft(folder / "peft", json.dumps(config)).parent
+
+@pytest.mark.parametrize("said", CHANGED, ids=str)
+def test_what_changes_the_meaning_of_the_matrices_is_refused_wherever_it_stands(tmp_path, said):
+    for path in places_of(tmp_path, said):
+        with refused(path, f"says {min(said)} ", "plain LoRA"):
+            predict.read_lora(path)
+
+@pytest.mark.parametrize("said", UNCHANGED, ids=str)
+def test_what_tells_of_the_training_alone_is_read_without_a_word(tmp_path, said, capfd):
+    for path in places_of(tmp_path, said):
+        predict.read_lora(path)
+    assert capfd.readouterr() == ("", "")
+
+def test_a_field_of_a_later_peft_is_one_warning(tmp_path, capfd):
+    predict.read_lora(save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(r=2, lora_alpha=2, use_new=True)))
+    error = capfd.readouterr().err
+    assert error.startswith("warning: ") and "use_new" in error and error.count("\n") == 1, error
+
+ADAPTERS = dict(
+    pissa=peft.LoraConfig(r=4, init_lora_weights="pissa"), olora=peft.LoraConfig(r=4, init_lora_weights="olora"),
+    bias=peft.LoraConfig(r=4, bias="all"), adalora=peft.AdaLoraConfig(init_r=4, target_r=4, total_step=9),
+    ia3=peft.IA3Config(feedforward_modules=[]), hra=peft.HRAConfig(r=4), fourier=peft.FourierFTConfig(n_frequency=9),
+    vera=peft.VeraConfig(r=4), norms=peft.LNTuningConfig())
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_of_peft_that_is_no_plain_lora_is_called_that(tmp_path, kind):
+    """As peft saves it; and without its config, whatever its tensors tell, it is no whole transformer."""
+    config = ADAPTERS[kind]
+    config.target_modules = {"norm_q"} if kind == "norms" else {"add_q_proj"}
+    model = QwenImageTransformer2DModel(**SMALL)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    with refused(tmp_path, "plain LoRA", "peft_type" if config.peft_type != "LORA" else kind):
+        predict.read_lora(tmp_path)
+    if config.peft_type != "LORA": # else nothing tells
+        with refused(shutil.copy(tmp_path / lora_paths.PEFT_FILE, tmp_path / "x.safetensors")) as e:
+            (tmp_path / "adapter_config.json").unlink()
+            predict.read_lora(tmp_path / "x.safetensors")
+        assert "whole transformer" not in str(e.value)
+
+def test_a_model_saved_with_its_lora_layers_is_told_so(tmp_path):
+    """As a folder, as one file, and as a LoRA; before it is loaded."""
+    model = QwenImageTransformer2DModel.from_pretrained(TINY / "transformer")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]))
+    model.save_pretrained(tmp_path / "m/transformer")
+    file, = tmp_path.glob("m/transformer/*.safetensors")
+    for name in (tmp_path / "m", file):
+        result = run_script("predict.py", "--transformer", name, *ON_DEVICE)
+        assert result.status == 1 and is_one_line(result.errors[-1], name, "pipe.unload_lora_weights()"), result.err
+        assert len(result.err.splitlines()) == 1
+    with refused(file, "LoRA layers around its own"):
+        predict.read_lora(file)
+
 # ---- LoRA files: names and patterns ----------------------------------------------------------------------------------
 
 SLOW = ["(.+)+!", "(a|a)(a|a)(a|a)", ".*.*.*.*!", "(\\w+\\s?)+$", "(?=x)", "((a))", "a{1000}", "[a-z]+", "(to_q", "\\",
@@ -460,13 +547,18 @@ NO_PATTERNS = [*({pattern: 2} for pattern in SLOW), [1], "to_q", 3, True]
 
 @pytest.mark.parametrize("patterns", NO_PATTERNS, ids=repr)
 def test_a_pattern_that_could_search_long_is_one_line_at_once(tmp_path, patterns):
-    """In peft these are regexes. In the header, and beside a file of peft's names; and what is no pattern at all."""
+    """In peft these are regexes. In the header, and beside a file of peft's names; and what is no pattern at all. Such
+    a rank_pattern is not needed, as the tensors tell the ranks."""
     for field in ("rank_pattern", "alpha_pattern"):
-        config = dict(r=2, lora_alpha=2, **{field: patterns})
+        config = dict(r=8, lora_alpha=1) | {field: patterns}
         for file in (save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(**config)),
                      save_as_peft(tmp_path / "peft", json.dumps(config))):
-            with within(5), refused(file, field):
-                predict.read_lora(file)
+            with within(5):
+                if field == "rank_pattern":
+                    assert predict.read_lora(file).meta["transformer.lora_alpha"] == 1
+                    continue
+                with refused(file, field):
+                    predict.read_lora(file)
 
 def test_many_patterns_and_wildcards_end_soon(tmp_path):
     """As many as are taken, in a LoRA of 840 layers."""
@@ -477,6 +569,8 @@ def test_many_patterns_and_wildcards_end_soon(tmp_path):
         read = peft_config.read_patterns(patterns, "rank_pattern")
         assert [peft_config.number_of_layer(read, layer, 0) for layer in layers]
         assert time.process_time() - begun < 10
+    read = peft_config.read_patterns({r"transformer_blocks\.[01]\.attn": 4}, "alpha_pattern")
+    assert [peft_config.number_of_layer(read, f"transformer_blocks.{n}.attn", 2) for n in range(3)] == [4, 4, 2]
     for patterns in ({f".*{n}": 1 for n in range(50)}, {f"x{n}": 1 for n in range(3000)}, {"x" * 300_000: 1}):
         with pytest.raises(ValueError, match="too many"):
             peft_config.read_patterns(patterns, "rank_pattern")
@@ -524,11 +618,11 @@ def test_train_py_looks_at_a_folded_scale_before_it_begins(tmp_path):
 def test_what_reaches_peft_are_patterns_of_our_own(tmp_path):
     path = save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(
         r=2, lora_alpha=2, alpha_pattern={".*\\d+.attn.to_q": 4}, target_modules="(.+)+!", exclude_modules="(.+)+!",
-        layers_to_transform=[0], layers_pattern="(.+)+!", lora_dropout=0.5, modules_to_save=["img_in"]))
+        layers_to_transform=[0], layers_pattern="(.+)+!", lora_dropout=0.5))
     config = predict.config_of(predict.read_lora(path))
     blocks = [f"transformer_blocks.{b}.attn.to_q" for b in (0, 1)]
     assert config["alpha_pattern"] == {f"^({'|'.join(map(re.escape, blocks))})": 4}
-    assert not {"exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"} & config.keys()
+    assert not {"exclude_modules", "layers_to_transform", "layers_pattern"} & config.keys()
     assert sorted(config["target_modules"]) == layers_of(lora_tensors())
     with within(30):
         predict.load_loras(predict.load_transformer(TINY, "float32"), [predict.read_lora(path)])

@@ -32,8 +32,8 @@ REFUSED = [ # arguments, words of the line
     *[(dict(use_rslora=word), "true or false") for word in ("yes", "wrong", 1, 0, None)],
     # the remedy is a flag
     (dict(r=4), "give --lora_rank"), (dict(lora_alpha=3), "give --lora_alpha"),
-    (dict(lora_dropout=0.3), "give --lora_dropout"), (dict(use_dora=True), "raise --lora_rank"),
-    (dict(target_modules=["to_q"]), "--lora_targets"), (dict(layers_to_transform=[1]), "transformer_blocks.1.attn"),
+    (dict(lora_dropout=0.3), "give --lora_dropout"), (dict(use_dora=True), "leave it out"),
+    (dict(target_modules=["to_q"]), "--lora_targets"), (dict(layers_to_transform=[1]), "leave it out"),
     (dict(modules_to_save=["img_in"]), "rank_pattern"), (dict(trainable_token_indices=[1]), "rank_pattern"),
     # patterns that a file may not have, or the LoRA could not be read again
     (dict(rank_pattern={"(.+)+!": 4}), "rank_pattern"), (dict(alpha_pattern={"(to_q": 4}), "alpha_pattern"),

@@ -66,6 +66,7 @@ BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line numbe
     "a key twice inside": (row('"prompt": {"a": 1, "a": 2}'), "'a' is given twice; want one JSON object a line, each "
                                                               "key once"),
     "a number as prompt": (row('"prompt": 5'), "5 is neither a text nor a list; correct this line"),
+    "NUL in a prompt": (row(r'"prompt": "red\u0000blue"'), r"red\x00blue"),
     "half a character": (row(r'"prompt": "add a \ud83d"'), r"\ud83d"),
     "missing picture": (row('"control": ["control/tom.png"]'), "control/tom.png"),
     "parent": (row('"control": ["../secret.png"]'), "../secret.png"),

@@ -15,6 +15,7 @@ import tempfile
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,14 +24,14 @@ from diffusers import AutoencoderKLQwenImage
 from PIL import Image, ImageFile, ImageOps
 
 import cache
-from library.data import dataset, picture_files
+from library.data import dataset, picture_files, sample_checks
 from library.models import hub
 from library.results import contact_sheets
 from training.validation import psnr
 import predict
 from tests.harness import (EXACT, NATIVE, ON_DEVICE, TINY, add_item, cached_files, copy_model, encoder_flags,
                            is_one_line, job_of, kill, lora_file, paint_picture, rel, results_of, run_script, save, show,
-                           start_ranks, stock_area, stock_pipeline, until, works, write_jobs)
+                           start_ranks, stock_area, stock_pipeline, until, within, works, write_jobs)
 
 def draw(*flags, steps=2):
     """predict.py -> result of run_script, which went well."""
@@ -333,7 +334,7 @@ def test_guidance_without_its_norm_is_the_sum_alone(photos, tmp_path):
     assert rel(normed.norm(dim=-1), pred.norm(dim=-1)) <= 1e-5 < 1e-3 < rel(plain.norm(dim=-1), pred.norm(dim=-1))
 
 def test_sizes_are_those_of_the_lora_unless_a_flag_says_otherwise(tmp_path, photos, two_loras):
-    """The first LoRA's count, with a warning if the second was trained at others."""
+    """The first LoRA's count."""
     tensors, ours = predict.read_lora(two_loras[0]).state, []
     for name, area in (("x", "native"), ("y", 48 * 48)):
         (tmp_path / name).mkdir()
@@ -443,6 +444,34 @@ def test_what_may_not_be_meant_is_a_warning(tmp_path, photos, flags, said):
     """A shape that is bent, by rounding to 32, or by flags for its sides; a negative prompt without CFG."""
     warned = warnings_of(draw("--image", photos[1], "--prompt", "x", "--out", tmp_path / "a.png", *flags.split()))
     assert len(warned) == bool(said) and (not said or said in warned[0])
+
+@pytest.mark.parametrize("name, is_distilled", [
+    ("qwen_image_edit_2511_fp8_e4m3fn_scaled_lightning_comfyui.safetensors", True), ("Qwen-Rapid-AIO", True),
+    ("x-Turbo", True), ("edit-8steps-v1", True), ("edit_4-step", True), ("edit-24steps", False), ("edit-2511", False)])
+def test_a_base_that_is_distilled_by_its_name_is_told(name, is_distilled):
+    """Without a transformer of its own it is --model's."""
+    settings = SimpleNamespace(negative_prompt=" ", true_cfg_scale=4.0)
+    for flag, other in (("transformer", "model"), ("model", "transformer")):
+        args = SimpleNamespace(**{flag: f"folder/{name}", other: ""}, out_dir=Path(), jobs=None, image=None,
+                               negative_prompt=" ")
+        sample = SimpleNamespace(prompts=["go"], encodings=[], sizes=[(32, 32)], target=None, name="a")
+        said = sample_checks.result_warnings(args, [(sample, settings)])
+        assert bool(said) == is_distilled and (not said or f"--{flag} {name}" in said[0]), said
+        settings_1 = SimpleNamespace(negative_prompt=" ", true_cfg_scale=1.0)
+        assert not sample_checks.result_warnings(args, [(sample, settings_1)])
+
+PLACEHOLDERS = ["<image>\nmake it red", "<image1> red", "{make it red|make it blue}", "a __color__ hat",
+                "<lora:x:1> red", "{caption}", "[filewords]"]
+
+def test_placeholders_of_other_programs_are_one_warning_with_a_count():
+    """And what only looks like one is none."""
+    fine = ["make it <red>", "1 < 2 and 3 > 2", 'write {"a": 1}', "{}", "a|b", "snake__case__word", "x[0]"]
+    for texts, count in ((PLACEHOLDERS, len(PLACEHOLDERS)), *(([text], 1) for text in PLACEHOLDERS), (fine, 0)):
+        said = sample_checks.placeholders([SimpleNamespace(prompts=texts), SimpleNamespace(prompts=["go"])])
+        assert len(said) == bool(count) and (not said or said[0].startswith(f"{count} prompts ")), said
+    for text in ("{" * 200_000, "{" + "|" * 200_000, "-__" * 60_000, "<lora" * 40_000): # each would take hours
+        with within(5):
+            sample_checks.placeholders([SimpleNamespace(prompts=[text])])
 
 def test_negative_prompts_of_jobs_without_cfg_are_counted_in_one_warning(tmp_path, photos):
     own = dict(image=[str(photos[0])], prompt="x")

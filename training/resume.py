@@ -156,9 +156,9 @@ def refuse_changes(out_dir, old, config, parser, data=()):
                          f"of --lr_scheduler {config['lr_scheduler']} ends; give that to go on until there; to train "
                          f"beyond, start a new run from its LoRA: {from_its_lora(out_dir)}")
     if changes.keys() == {"data_hash"}:
-        raise InputError(f"--resume: {out_dir} was begun with other samples (data_hash: pictures, prompts or encoders "
-                         f"of --data {' '.join(map(str, data))} have changed); give the old ones, or start a new run "
-                         f"on these from its LoRA: {from_its_lora(out_dir)}")
+        raise InputError(f"--resume: {out_dir} was begun with other samples (data_hash: names, pictures, prompts or "
+                         f"encoders of --data {' '.join(map(str, data))} have changed); give the old ones, or start a "
+                         f"new run on these from its LoRA: {from_its_lora(out_dir)}")
     if changes:
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes.values())}); give the "
                          "old ones, or start a new run")

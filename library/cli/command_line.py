@@ -439,8 +439,8 @@ def is_visible(text):
 def check_text(where, prompt):
     if len(prompt) > 200_000: # its tokens are counted, which takes minutes for more
         raise InputError(f"{where}: prompt of {len(prompt):,} letters; shorten it")
-    if re.search("<[|]|[\ud800-\udfff]", prompt):
-        raise InputError(f"{where}: a special token, or half a character, in {prompt!r:.200}; leave it out, or "
+    if re.search("<[|]|[\0\ud800-\udfff]", prompt):
+        raise InputError(f"{where}: a special token, NUL, or half a character, in {prompt!r:.200}; leave it out, or "
                          "if it looks right to you, set LC_ALL=C.UTF-8")
     if found := re.search(r"\[(trigger|name)\]", prompt): # ai-toolkit's, which would be trained literally
         raise InputError(f"{where}: {found[0]} stands for a word in {prompt!r:.200}; write the word itself")

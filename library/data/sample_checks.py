@@ -1,4 +1,5 @@
 """What a person should know of samples and flags before hours are spent on them."""
+import re
 from pathlib import Path
 
 from common import InputError
@@ -36,13 +37,15 @@ def common_names(sample):
 def training_warnings(args, samples, val_samples):
     """What a person may not expect of a training of these planned samples -> lines; InputError for what cannot be
     meant. args: train.py's flags, or those that cache.py and tools/lean_train.py have of them."""
-    lines = distortion(samples)
+    lines = distortion(samples) + placeholders(samples)
     if not samples or "max_steps" not in args: # all samples have errors, which are listed; or nothing is trained
         return [f"warning: {line}" for line in lines]
     # one sample alone is a pass, however long it is
     length, name = max((tokens_of(sample), sample.name) for sample in samples)
     if length > args.max_tokens:
         lines.append(f"--max_tokens {args.max_tokens}: {name} has {length} by itself, and is computed all the same")
+    if base := distilled(args):
+        lines.append(f"{base}; train on the model that it was made from, and put the LoRA on both")
     weights = args.mask_foreground_weight, args.mask_background_weight
     if not any(weights):
         raise InputError("--mask_foreground_weight: both mask weights are 0, so nothing would be learned; give one")
@@ -93,7 +96,9 @@ def without_guidance(args):
 def result_warnings(args, requests):
     """The same of predict.py's flags and its pairs of a planned sample and its Settings."""
     samples = [sample for sample, _ in requests]
-    lines = distortion(samples)
+    lines = distortion(samples) + placeholders(samples)
+    if (base := distilled(args)) and any(settings.true_cfg_scale > 1 for _, settings in requests):
+        lines.append(f"{base}, and is for a CFG scale of 1; give --true_cfg_scale 1")
     place = args.out_dir.resolve()
     targets = {Path(sample.target).resolve().parent for sample in samples if sample.target}
     if args.jobs and targets & {place, *place.parents}: # a dataset's folders are read as a whole
@@ -114,6 +119,26 @@ def result_warnings(args, requests):
 
 def others(names):
     return f" ({len(names) - 1} others likewise)" if len(names) > 1 else ""
+
+def distilled(args):
+    """-> in words, that the base is one for few steps, such as Lightning's, as far as its name tells; or ""."""
+    flag = "transformer" if args.transformer else "model"
+    name = Path(getattr(args, flag)).name
+    if not re.search(r"(?i)lightning|turbo|rapid|(?<!\d)[48][-_ ]?steps?", name):
+        return ""
+    return f"--{flag} {name}: is distilled to few steps, by its name"
+
+# what other programs replace before they read a prompt: <image>, <lora:NAME:1>, {one|other}, {caption}, __color__
+PLACEHOLDERS = re.compile(r"<(image|img|video|lora|lyco|hypernet)[^<>]{0,99}>|\{\w{1,99}\}|\{[^{}|]*\|[^{}]*\}|"
+                          r"(?<!\w)__[\w/-]{1,99}__(?!\w)|\[file(name|words)\]", re.IGNORECASE)
+
+def placeholders(samples):
+    """-> a line about prompts that were written for another program."""
+    found = [prompt for sample in samples for prompt in sample.prompts if PLACEHOLDERS.search(prompt)]
+    if not found:
+        return []
+    return [f"{len(found)} prompts hold what another program replaces, and here is read as it stands, for instance "
+            f"{PLACEHOLDERS.search(found[0])[0]!r:.60} in {found[0]!r:.99}; write the words themselves"]
 
 def distortion(samples):
     """-> a line about the target whose aspect changes most, if that is by more than 10 %: by sides that are rounded to

@@ -38,7 +38,7 @@ def remember_by_stat(paths, read, memory):
             known[path] = answer
         else:
             new.append((path, stamp))
-    before = time.time_ns() - SETTLED # reading begins now: a file that is older than this, and changes, gets new times
+    now = time.time_ns() # reading begins: a file that was settled by now, and changes, gets new times
     answers = run_ahead(read, [path for path, _ in new], threads=8, most=32)
     lengths = [stamp[0] if stamp else 0 for _, stamp in new]
     bar = tqdm(total=sum(lengths), desc=f"reading {memory.stem}", unit="B", unit_scale=True,
@@ -47,7 +47,8 @@ def remember_by_stat(paths, read, memory):
         for (path, stamp), length in zip(new, lengths):
             with contextlib.suppress(InputError): # plan_sample says it, when it asks about the picture
                 known[path] = next(answers).result()
-                if stamp and max(stamp[1:3]) < before: # (None: it has come meanwhile)
+                # (None: it has come meanwhile.) A content of tomorrow is of a camera whose clock is ahead
+                if stamp and stamp[2] < now - SETTLED and not now - SETTLED <= stamp[1] <= now:
                     fresh[os.path.abspath(path)] = stamp, known[path]
             bar.update(length)
     finally: # also after Ctrl-C, as reading a hundred thousand pictures takes an hour

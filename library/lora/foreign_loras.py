@@ -1,7 +1,8 @@
 """
-LoRA files of other programs: kohya, musubi-tuner, ComfyUI, ai-toolkit, OneTrainer, DiffSynth, LightX2V, peft, LyCORIS.
+LoRA files of all programs: diffusers' and ours, kohya, musubi-tuner, ComfyUI, ai-toolkit, OneTrainer, DiffSynth,
+LightX2V, peft, LyCORIS.
 
-`convert` brings one to diffusers' form, or says in one line what the file is instead. Names come with many prefixes,
+`convert` brings one to one form, or says in one line what the file is instead. Names come with many prefixes,
 with dots or underscores, and with lora_A, lora_down or lora.down for the narrow matrix. A LoKr or LoHa becomes the
 nearest LoRA of rank 64 (tools/convert_lora.py --rank makes another one).
 
@@ -27,7 +28,7 @@ from library.files import tensor_files
 from library.files.stray_files import read_text
 from library.lora.lora_paths import PEFT_FILE
 from library.lora.peft_config import (MOST_RANK, check_config, lora_error, number_of_file, number_of_layer,
-                                      scale_of_layer)
+                                      refuse_changes, scale_of_layer, warn_unknown)
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -42,15 +43,16 @@ HALVES = dict(A="A", down="A", B="B", up="B")
 # what is no plain LoRA, by its tensors' names
 NO_PLAIN_LORA = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used here",
                  r"lora_mid|lokr_t2|hada_t[12]": "a LoRA in Tucker's form (lora_mid, t2), which is for convolutions",
+                 r"\.base_layer\.(weight|bias)$": "a whole model that was saved with LoRA layers around its own",
                  r"\.diff(_[bg])?$|\.set_weight$": "differences of whole weights or biases (diff, diff_b), not only a "
                                                 "LoRA",
-                 r"[wb]_norm$": "with trained norms", r"oft_|boft": "an OFT", r"\.[ab][12]\.weight$": "a GLoRA",
+                 r"\.[wb]_norm$": "with trained norms", r"\.b?oft_": "an OFT or BOFT",
+                 r"\.[ab][12]\.weight$": "a GLoRA",
                  r"lora_embedding": "a LoRA with token embeddings", r"lora_(B|up)\.(\w+\.)?bias$": "a LoRA with biases",
                  r"lora.*(scale_weight|weight_scale)$": "a LoRA in scaled fp8"}
 FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(),
             rank="lora_rank network_dim rank r transformer.r".split())
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
-VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 MOST_WIDTH = 20_000 # no layer of Qwen-Image has more inputs or outputs; a product of two small matrices could
 LOHA_RANK = 64 # its work grows with the fourth power of it
 
@@ -110,14 +112,14 @@ def group_by_layer(file, tensors):
         if what:
             unknown = [key for key in unknown if re.search(pattern, key)] + unknown
         words = f", which looks like {what}" if what else ""
-        raise lora_error(file, f"{len(set(unknown))} of {len(tensors)} tensors are of no linear layer of Qwen-Image, "
-                         f"for instance {unknown[0]}{words}")
+        raise lora_error(file, f"{len(set(unknown))} of {len(tensors)} tensors are no matrices of a LoRA of "
+                         f"Qwen-Image's linear layers, for instance {unknown[0]}{words}")
     return layers
 
 
 def refuse_no_lora(file, tensors):
     """InputError for a file without a LoRA's matrices."""
-    if any(re.search(r"transformer_blocks\.\d+\.attn\.add_q_proj\.", key) for key in tensors):
+    if any(re.search(r"transformer_blocks\.\d+\.attn\.add_q_proj\.(weight|bias)$", key) for key in tensors):
         raise lora_error(file, "it holds no LoRA but a whole transformer of Qwen-Image", "give it as --transformer")
     what, _ = tensor_files.family_of(tensors)
     words = f"but {what}" if what else f"(a tensor of it: {min(tensors, default='none')})"
@@ -155,27 +157,42 @@ def flat_config(header, names):
     return config | dict(r=ranks[0]) if alphas and ranks else config
 
 
-def find_configs(file, header, tensors):
-    """-> [(where, a config that says alpha)] but for the tensors' own, and our entries of the header."""
-    # diffusers' entry, and what tools/convert_lora.py writes for ComfyUI
-    texts = {f"{key} in its header": header.get(key, "{}") for key in ("lora_adapter_metadata", "train")}
-    peft_s = file.name == PEFT_FILE or any(key.startswith("base_model.model.") for key in tensors)
-    if peft_s and (file.parent / PEFT_CONFIG).is_file():
+def is_peft_s(file, tensors):
+    """Whether a file is one of peft's own, which has its config beside it."""
+    return file.name == PEFT_FILE or any(key.startswith("base_model.model.") for key in tensors)
+
+
+def read_configs(file, header, tensors):
+    """-> [(where, config)] of diffusers' entry in the header, ours, and peft's config beside the file. InputError if
+    one of these, or any other text of the header, says that the file is no plain LoRA."""
+    refuse_changes(file, "its header", header)
+    texts = {f"{key} in its header": text for key, text in header.items()}
+    if is_peft_s(file, tensors) and (file.parent / PEFT_CONFIG).is_file():
         if not is_inside(file.parent / PEFT_CONFIG, file.parent): # an error line could quote it
             raise lora_error(file, f"{PEFT_CONFIG} beside it is a link that leads out of its folder", "put it there")
         texts[f"{PEFT_CONFIG} beside it"] = read_text(file.parent / PEFT_CONFIG)
-    sources, train = [], {}
+    configs = []
     for where, text in texts.items():
+        ours = bool(tensor_files.SIGNED.match(text))
+        scaled = ours or where.startswith(("lora_adapter_metadata ", PEFT_CONFIG))
         try:
             meta = read_object(text)
         except (ValueError, TypeError, RecursionError) as e:
-            if where.startswith("train "): # another program's
+            if not scaled: # another program's
                 continue
             raise lora_error(file, f"{where} cannot be read ({first_words(e)})")
-        train |= {k: v for k, v in meta.items() if k.startswith("train.")}
-        config = {k.removeprefix("transformer."): v for k, v in meta.items()}
-        sources.append((where, config | dict(ours=bool(tensor_files.SIGNED.match(text)))))
-    sources.append(("alpha in its header", flat_config(header, FLAT)))
+        refuse_changes(file, where, meta)
+        if scaled or where.startswith("train "): # what tools/convert_lora.py writes for ComfyUI
+            config = {k.removeprefix("transformer."): v for k, v in meta.items()}
+            if scaled and not ours:
+                warn_unknown(file, where, config)
+            configs.append((where, config | dict(ours=ours)))
+    return configs
+
+
+def find_scales(file, header, tensors, configs):
+    """-> [(where, a config that says alpha)] but for the tensors' own. configs: read_configs'."""
+    sources = [*configs, ("alpha in its header", flat_config(header, FLAT))]
     with_alpha = any(key.endswith("alpha") for key in tensors)
     noted = {} if with_alpha else flat_config(header, NOTES)
     if noted and any("lora_unet_" in key for key in tensors):
@@ -184,17 +201,13 @@ def find_configs(file, header, tensors):
         warn_once(f"warning: {file}: ss_network_alpha {header['ss_network_alpha']:.20} in its header is taken for a "
                   "note about the training, whose alpha is in the weights, as musubi-tuner's converter puts it there; "
                   "if not, --lora_scale")
-    for where, config in sources:
-        for name in VARIANTS:
-            if config.get(name):
-                raise lora_error(file, f"{where} says {name}, which is no plain LoRA")
     sources = [(where, config) for where, config in sources if {"lora_alpha", "alpha"} & config.keys()]
-    if peft_s and not sources and not with_alpha:
+    if is_peft_s(file, tensors) and not sources and not with_alpha:
         if file.name == PEFT_FILE:
             raise lora_error(file, f"{PEFT_CONFIG} is not beside it, which tells its scale", "put it there")
         warn_once(f"warning: {file}: has peft's names, and {PEFT_CONFIG}, which tells its scale, is not beside it; "
                   "alpha is taken for the rank")
-    return sources, train
+    return sources
 
 
 def scale_of(layer, parts, rank, configs):
@@ -289,7 +302,7 @@ def is_lokr_or_loha(header):
     return bool(re.search("lokr_|hada_", " ".join(header)))
 
 
-# ---- to diffusers' form ----------------------------------------------------------------------------------------------
+# ---- to one form -----------------------------------------------------------------------------------------------------
 
 def convert(file, header, tensors, rank):
     """A LoRA's file -> (state dict {transformer.LAYER.lora_A.weight: (r, inputs), ....lora_B.weight: (outputs, r)},
@@ -297,8 +310,13 @@ def convert(file, header, tensors, rank):
     tensor_files.read_header has it; tensors: {name: tensor}; rank: of what is made of a LoKr or LoHa. InputError says
     what the file is instead."""
     tensors = dict(sorted(tensors.items())) # a file has any order
+    notes = header.get("__metadata__") or {}
+    said = read_configs(file, notes, tensors)
     layers = group_by_layer(file, tensors)
-    configs, train = find_configs(file, header.get("__metadata__") or {}, tensors)
+    configs = find_scales(file, notes, tensors, said)
+    train = {}
+    for _, config in said:
+        train |= {k: v for k, v in config.items() if k.startswith("train.")}
     state, alphas, off = {}, {}, {}
     factored = is_lokr_or_loha(header)
     each = common.progress("decomposing", layers.items(), unit=" layers") if factored else layers.items()

@@ -2,8 +2,8 @@
 A LoRA's file: read, hashed and parsed once, into one object, which predict.py, train.py and tools/convert_lora.py hand
 on.
 
-Plain files, as train.py and diffusers write them, are read here. foreign_loras.py brings those of other programs to
-this form, and says what is wrong with all others. The last chapter is about the model that a LoRA was trained on.
+foreign_loras.py brings the tensors of any program's file to one form, and says what is wrong with all others. The last
+chapter is about the model that a LoRA was trained on.
 """
 import functools
 import hashlib
@@ -16,16 +16,13 @@ from statistics import mode
 
 import safetensors.torch
 
-from common import InputError, MAX_PIXELS, first_words, read_object, warn_once
+from common import InputError, MAX_PIXELS, first_words, warn_once
 from library.files import tensor_files
 from library.lora import foreign_loras
-from library.lora.lora_paths import PEFT_FILE, find_lora
-from library.lora.peft_config import (MOST_ALPHA, MOST_RANK, PATTERNS, check_config, lora_error, number_of_file,
-                                      scale_of_layer, words_of)
+from library.lora.lora_paths import find_lora
+from library.lora.peft_config import check_config, lora_error, number_of_file, scale_of_layer, words_of
 
-# the name of a tensor in diffusers' form: (layer, A or B)
-PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
-                   r"norm_out\.|img_in|txt_in|proj_out)[\w.]{0,99})\.lora_([AB])\.weight")
+PLAIN = re.compile(r"transformer\.(.+)\.lora_([AB])\.weight") # a name in a Lora's state: (layer, A or B)
 # A file costs no more than its size: a LoRA of all of Qwen-Image's layers has 5,000 tensors, with names of 80 letters.
 MOST_TENSORS, MOST_LETTERS = 20_000, 500
 MOST_BYTES = 2**35 # of all matrices: rank 512 of all layers in fp32 has half of that
@@ -41,7 +38,7 @@ class Lora:
     # {transformer.LAYER.lora_A.weight: (r, inputs), transformer.LAYER.lora_B.weight: (outputs, r)}, on the CPU; None
     # where a script has freed them
     state: dict
-    # as diffusers has it: transformer.lora_alpha, transformer.alpha_pattern, ...; our own entries are train.NAME
+    # as diffusers has them: transformer.lora_alpha, transformer.alpha_pattern; and our own entries, train.NAME
     meta: dict
 
 
@@ -56,12 +53,10 @@ def read_lora(path, rank=64, unchecked=False):
     notes = header.get("__metadata__") or {}
     signed = [key for key, text in notes.items() if tensor_files.SIGNED.match(text)]
     if signed and not unchecked: # this project wrote the file, so it can be checked to the bit
-        state, meta = tensor_files.read_tensors(file, signed[0], data=data, note=warn_once)
+        tensors, _ = tensor_files.read_tensors(file, signed[0], data=data, note=warn_once)
     else:
-        state, meta = load_tensors(file, data), diffusers_meta(notes)
-    if not is_plain(file, notes, state, meta):
-        state, meta = foreign_loras.convert(file, header, state, rank)
-    tensor_files.refuse_not_finite(file, state, "its training diverged; take another file")
+        tensors = load_tensors(file, data)
+    state, meta = foreign_loras.convert(file, header, tensors, rank)
     lora = Lora(file, hashlib.sha256(data).hexdigest(), header, state, meta)
     check_geometry(lora)
     warn_no_effect(lora)
@@ -127,38 +122,6 @@ def load_tensors(file, data):
         raise lora_error(file, f"its tensors cannot be read ({first_words(e)})")
 
 
-def diffusers_meta(notes):
-    """-> diffusers' entry of a header's notes {key: text}; None for one that find_configs will refuse."""
-    try:
-        return read_object(notes.get("lora_adapter_metadata", "{}"))
-    except (ValueError, TypeError, RecursionError):
-        return None
-
-
-def is_plain(file, notes, state, meta):
-    """Whether a file is as train.py and diffusers write it: of each layer, under diffusers' names, the two matrices of
-    the rank that its metadata tells; and one alpha for all. notes: its header's; meta: what diffusers_meta returns."""
-    # patterns are regexes, which could search for years, and an alpha may stand in another place
-    if meta is None or "alpha" in " ".join(notes) or file.name == PEFT_FILE:
-        return False
-    if any(meta.get(f"transformer.{field}") for field in PATTERNS):
-        return False
-    alpha, root = meta.get("transformer.lora_alpha", 1), meta.get("transformer.use_rslora", False)
-    if type(alpha) not in (int, float) or type(root) is not bool or not abs(alpha) <= MOST_ALPHA: # NaN, too
-        return False
-    ranks = {} # {layer: [rank of lora_A, rank of lora_B]}
-    for key, matrix in state.items():
-        parts = PLAIN.fullmatch(key)
-        if not parts or matrix.ndim != 2 or matrix.dtype not in foreign_loras.DTYPES:
-            return False
-        layer, half = parts.groups()
-        ranks.setdefault(layer, []).append(matrix.shape["AB".index(half)])
-    for pair in ranks.values():
-        if pair != [pair[0]] * 2 or not 0 < pair[0] == meta.get("transformer.r", pair[0]) <= MOST_RANK:
-            return False
-    return bool(ranks)
-
-
 # ---- what a LoRA tells -----------------------------------------------------------------------------------------------
 
 def check_geometry(lora):
@@ -179,7 +142,7 @@ def check_geometry(lora):
 
 def warn_no_effect(lora):
     """A line for a LoRA that changes nothing, or does the opposite of what was trained."""
-    alphas = [lora.meta.get("transformer.lora_alpha", 1), *(lora.meta.get("transformer.alpha_pattern") or {}).values()]
+    alphas = [lora.meta["transformer.lora_alpha"], *lora.meta["transformer.alpha_pattern"].values()]
     if not any(a.any() and b.any() for a, b in matrices_of(lora).values()):
         warn_once(f"warning: {lora.path}: has no effect: each layer's lora_A or lora_B is zero, as before the first "
                   "step of a training")
@@ -209,8 +172,7 @@ def config_of(lora):
     config = dict(r=most, lora_alpha=most, rank_pattern=patterns, alpha_pattern=patterns, target_modules=list(ranks))
     if "transformer.lora_alpha" in lora.meta:
         config.update(lora_alpha=lora.meta["transformer.lora_alpha"],
-                      use_rslora=lora.meta.get("transformer.use_rslora", False),
-                      alpha_pattern=lora.meta.get("transformer.alpha_pattern") or {})
+                      alpha_pattern=lora.meta["transformer.alpha_pattern"])
     return config
 
 
@@ -235,7 +197,7 @@ def unfold(lora):
         config = check_config(file, config, len(matrices))
         for layer, (a, b) in matrices.items():
             # of a file of ours the scale by its config is 1 now; another program may have changed its alpha
-            own = scale_of_layer(file, config, layer, len(a)) if "lora_alpha" in config else 1.0
+            own = scale_of_layer(file, config, layer, len(a))
             scale = number_of_file(folded[layer], f"that of {layer}")
             if min(abs(scale), abs(own)) < 1e-6: # (number_of_file knows what is too large)
                 raise ValueError(f"that of {layer} is {scale:g}")
@@ -272,14 +234,13 @@ def base_of(model, transformer, folder, transformer_folder, model_hash):
                         model_hash=model_hash)
 
 
-def warn_other_base(loras, here, geometry=None):
-    """A line for each Lora that was trained on another base than is used here, or else at other sizes, as far
-    as it tells. here: base_of's; geometry: predict.find_geometry's, or None where sizes do not count."""
+def warn_other_base(loras, here):
+    """A line for each Lora that was trained on another base than is used here, as far as it tells. here: base_of's."""
     for lora in loras:
         trained = training_of(lora)
         # what is not told is taken to be the same
         kind = {name: trained.get(name, here[name]) for name in ("pipeline", "zero_cond_t")}
-        weights, sizes = trained.get("model_hash"), geometry and other_sizes(trained, geometry)
+        weights = trained.get("model_hash")
         if kind != {name: here[name] for name in kind}:
             warn_once(f"warning: {lora.path}: was trained on {name_of(trained | kind)}; here is {name_of(here)}, which "
                       "gets its pictures, or their noise level, in another way, so the LoRA may do less, or something "
@@ -288,19 +249,16 @@ def warn_other_base(loras, here, geometry=None):
             warn_once(f"warning: {lora.path}: was trained on {name_of(trained | kind)}; here is {name_of(here)}, whose "
                       "weights are others: a copy in fewer bits is fine, and a merged or trained one may want another "
                       "strength")
-        elif sizes:
-            warn_once(f"warning: {lora.path}: was trained at {sizes}; the flags win, and without them the first LoRA's "
-                      "sizes are used")
 
 
 def training_of(lora):
-    """-> what a LoRA tells of its training: base_of's entries, geometry and areas, as far as they are of the right
-    kind: a foreign header may hold anything."""
+    """-> what a LoRA tells of its base: base_of's entries, as far as they are of the right kind: a foreign header may
+    hold anything."""
     notes = lora.header.get("__metadata__") or {}
     architecture = ARCHITECTURES.get(notes.get("modelspec.architecture", "").removesuffix("/lora"))
     if architecture:
         return dict(zip(("pipeline", "zero_cond_t"), architecture))
-    kinds = dict(model=str, transformer=str, pipeline=str, zero_cond_t=bool, model_hash=str, geometry=dict, areas=list)
+    kinds = dict(model=str, transformer=str, pipeline=str, zero_cond_t=bool, model_hash=str)
     return {name: lora.meta[f"train.{name}"] for name, kind in kinds.items()
             if isinstance(lora.meta.get(f"train.{name}"), kind)}
 
@@ -309,13 +267,3 @@ def name_of(base):
     """A model in words: its name, and which of the pipelines it has."""
     kind = "2511" if base["zero_cond_t"] else PIPELINES.get(base["pipeline"], base["pipeline"])
     return f"{base.get('transformer') or base.get('model') or 'another model':.200} ({kind:.40})"
-
-
-def other_sizes(trained, geometry):
-    """-> in words, at which sizes a LoRA was trained, and those of this command, if they differ; or ""."""
-    here = geometry | dict(target_pixels=geometry["target_pixels"][0])
-    if here["target_pixels"] in trained.get("areas", []): # of which the geometry tells the first
-        del here["target_pixels"]
-    before = here | trained.get("geometry", {})
-    return "; at ".join(f"{name} {before[name]}, and here it is {value}" for name, value in here.items()
-                        if before[name] != value)

@@ -46,10 +46,18 @@ def check_files(folder, part, config, weights, flag):
         for file in shards if weights else []:
             if not is_utf8(file):
                 raise InputError(f"{flag} {file}: a name that is no UTF-8, which safetensors cannot open; rename it")
-            safetensors.safe_open(file, "pt").keys() # reads the header and compares it with the file's length
+            # this reads the header and compares it with the file's length
+            refuse_wrapped(f"{flag} {file}", safetensors.safe_open(file, "pt").keys())
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{file}: missing or broken ({first_words(e)}); download it again (after a git clone: git lfs "
                          f"pull), as {flag} wants a complete diffusers folder")
+
+
+def refuse_wrapped(place, names):
+    """InputError for a model that was saved while LoRAs were loaded. names: its tensors'."""
+    if wrapped := [name for name in names if ".base_layer." in name]:
+        raise InputError(f"{place}: was saved with LoRA layers around its own ({wrapped[0]}); save it again, after "
+                         "pipe.unload_lora_weights(), and before that pipe.fuse_lora() if the LoRA shall stay in it")
 
 
 def read_json(file):

@@ -85,6 +85,7 @@ def read_layout(path):
     if longest := [key for key in keys if len(key) > MOST_NAME]:
         raise error_of(path, f"has a tensor whose name is {len(longest[0]):,} characters long", REMEDY)
     text = "\n".join(keys)
+    model_files.refuse_wrapped(f"--transformer {path}", keys)
     if re.search(LORAS, text):
         raise error_of(path, "a LoRA", "give it as --lora (in train.py --pretrained_lora), and leave out --transformer")
     prefixes = sorted(set(re.findall(r"^((?:.*\.)?)transformer_blocks\.\d+\.attn\.", text, re.M)))
