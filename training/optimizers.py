@@ -59,11 +59,11 @@ def find_optimizer(args, parser):
 def make(optimizer_class, args, parameters):
     """All parameters are one group: train.py's loop sets its learning rate, and a checkpoint has its settings. Without
     --weight_decay a class has the default only if its decay is AdamW's, see couples_decay."""
-    parameters, others = list(parameters), dict(args.optimizer_args)
-    settings = dict(lr=args.lr, weight_decay=args.weight_decay) | others
+    given = dict(args.optimizer_args)
+    settings = dict(lr=args.lr, weight_decay=args.weight_decay) | given
     known = not settings["weight_decay"] or args.optimizer == "torch.optim.AdamW"
-    if not known and couples_decay(optimizer_class, settings, parameters[0].device):
-        if is_given("--weight_decay") or "weight_decay" in others:
+    if not known and couples_decay(optimizer_class, settings, next(iter(parameters)).device):
+        if is_given("--weight_decay") or "weight_decay" in given:
             warn_once(f"warning: --weight_decay: {args.optimizer} adds it to the gradient, where it can outweigh what "
                       "the pictures say; --weight_decay 0 leaves it out")
         else:

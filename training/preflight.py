@@ -142,13 +142,13 @@ def find_wrong(folder, optimizer, trained, scales, firsts, second):
 
 
 def check_optimizer(args, lora, make_optimizer, folder):
-    """InputError if an optimizer of --optimizer would not resume to the bit, cannot be written, into `folder`, or hardly
-    moves the LoRA; a warning if it moves it slowly."""
+    """InputError if an optimizer of --optimizer would not resume to the bit, cannot be written, into `folder`, or
+    hardly moves the LoRA; a warning if it moves it slowly."""
     if args.optimizer == "torch.optim.AdamW" and not args.optimizer_args: # with which the others are compared
         return
     try:
         with trial():
-            goes_on, moved, d = try_optimizer(two_of_each_shape(lora), make_optimizer, args.lr, folder)
+            goes_on, (moved, name), d = try_optimizer(two_of_each_shape(lora), make_optimizer, args.lr, folder)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
@@ -160,16 +160,15 @@ def check_optimizer(args, lora, make_optimizer, folder):
                          "torch's; take another, such as torch.optim.AdamW")
     # AdamW moves each number by about its rate, and 1e-4 is usual; a class that finds its own has only begun to
     usual = min(args.lr, 1e-5 if d else 1e-4)
-    slowest = min(moved, key=moved.get)
-    found = (f"--optimizer {args.optimizer}: with --lr {args.lr:g} it moves {slowest} by {moved[slowest]:.1e} a step, "
+    found = (f"--optimizer {args.optimizer}: with --lr {args.lr:g} it moves {name} by {moved:.1e} a step, "
              f"torch.optim.AdamW with --lr {usual:g} by {usual:.1e}")
-    if args.lr > 0 and not moved[slowest] > 1e-3 * usual:
+    if args.lr > 0 and not moved > 1e-3 * usual: # (or NaN)
         cause = ("its steps are as small as the gradients, or as the weights, and a LoRA's B begin at 0; give a higher "
                  "--lr (Adafactor 0.01, SGD 1), other --optimizer_args, or another, such as torch.optim.AdamW")
         if d:
             cause = "it finds the rate itself, and --lr is a factor of that; give --lr 1"
         raise InputError(f"{found}: {cause}")
-    if moved[slowest] < 1e-2 * usual:
+    if moved < 1e-2 * usual:
         warn_once(f"warning: {found}: it may learn slowly, and need a higher --lr")
 
 
@@ -183,8 +182,9 @@ def two_of_each_shape(lora):
 
 
 def try_optimizer(few, make_optimizer, lr, folder):
-    """-> (whether an optimizer that is saved and loaded takes the same steps as one that goes on, {name: how far a step
-    moves a number of it}, optimizers.d_of). few: {name: parameter}; folder: where it may write."""
+    """-> (whether an optimizer that is saved and loaded takes the same steps as one that goes on, (how far a step moves
+    a number of the slowest parameter, its name), optimizers.d_of). few: {name: parameter}; folder: where it may
+    write."""
     first = copies_of(few)
     optimizer = make_optimizer(first.values())
     take_steps(optimizer, first, range(STEPS[0]), lr)
@@ -201,8 +201,8 @@ def try_optimizer(few, make_optimizer, lr, folder):
     with averaged_weights(optimizer):
         save_optimizer(folder, optimizer, first) # what has come since can be saved, too
     goes_on = all(close(first[name], second[name], few[name]) for name in few)
-    moved = {name: (p - middle[name]).norm().item() / p.numel()**0.5 / STEPS[1] for name, p in first.items()}
-    return goes_on, moved, d_of(optimizer)
+    moved = [((p - middle[name]).norm().item() / p.numel()**0.5 / STEPS[1], name) for name, p in first.items()]
+    return goes_on, min(moved), d_of(optimizer)
 
 
 def copies_of(parameters):
