@@ -284,14 +284,13 @@ def load_checkpoint(checkpoint, lora, optimizer, make_optimizer):
     optimizer tries the first step. make_optimizer: train.py's."""
     refuse_lora(checkpoint, lora)
     state = checkpoint.tensors, checkpoint.info["optimizer"]
-    lr = optimizer.param_groups[0]["lr"]
     load_lora(checkpoint, lora)
     try:
         with optimizers.trial():
             second = make_optimizer(lora.values())
             load_optimizer(second, lora, *state)
             with_state = sum(map(bool, second.state.values()))
-            take_steps(second, lora, [0], lr)
+            take_steps(second, lora, [0], second.param_groups[0]["lr"])
             if sum(map(bool, second.state.values())) > with_state:
                 raise ValueError("it lacks the state of some parameters")
             if not all(p.isfinite().all() for p in lora.values()):
