@@ -77,7 +77,8 @@ flag("--ema", 0.0, "validate and save a moving average of the LoRA's weights ove
 flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negative)
 flag("--lr_scheduler", "constant", "after the warm-up", choices=["constant", "cosine", "linear"])
 flag("--warmup_steps", 0, "steps in which the learning rate rises from 0", type=natural)
-flag("--weight_decay", 0.01, "how strongly the LoRA's weights are pulled towards 0", type=not_negative)
+flag("--weight_decay", 0.01, "how strongly the LoRA's weights are pulled towards 0 (default: 0.01, and 0 for an "
+     "--optimizer that adds it to the gradient)", type=not_negative)
 flag("--max_grad_norm", 1.0, "a gradient longer than this is scaled down to it",
      type=number(float, 1e-12, why="inf turns it off"))
 flag = parser.group("loss")
@@ -501,6 +502,8 @@ def step_lines(record, left):
     line = ("step {step}/{last}  loss {loss:.4f}  lr {lr:.1e}  grad {grad_norm:.2g}  {seconds:.3g} s  "
             "{speed:.3g}k tok/s  {memory:.3g} GiB").format(
                 **record, last=args.max_steps, speed=record["tokens"] / record["seconds"] / 1000)
+    if "d" in record:
+        line += f"  d {record['d']:.1e}"
     if record["step"] > 1: # the first step also warms up
         line += f"  {timedelta(seconds=round(left)) if left < 86400 else f'{left / 3600:.0f} h'} left"
     if record["loss"] <= 10:
@@ -762,12 +765,16 @@ try:
                 record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
                 record["timesteps"] = [round(p.s.item(), 4) for p in picks]
                 record["losses"] = [round(x, 5) for x in sample_losses]
+                shown = f"loss {loss:.4f}, {seconds:.3g} s a step"
+                if d := optimizers.d_of(optimizer): # lr * d is the rate
+                    record["d"] = d
+                    shown += f", d {d:.1e}"
                 log.write(record, ["loss", "lr", "grad_norm"], sync=save_now)
                 # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
                 if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
                     left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
                     say(*step_lines(record, left))
-                bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
+                bar.set_postfix_str(shown)
                 bar.update()
         if save_now: # what is saved is what all processes have. (Behind the log: if one has died, the first one saves)
             failures.compare_loras(out_dir, step, lora.values())

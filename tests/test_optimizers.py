@@ -1,12 +1,15 @@
 """
 Optimizers of any package: with what their state_dict() has, a run that is resumed is the unbroken run to the bit. One
-that keeps a part of its state elsewhere is refused before the first step, in one line.
+that keeps a part of its state elsewhere, or that hardly moves a LoRA, is refused before the first step, in one line.
 
 $ python -m pytest -q tests/test_optimizers.py    # twenty seconds
+$ python -m pytest -q -s tests/test_optimizers.py -k all_classes --full    # a table of all that is installed
 """
 import functools
+import importlib
 import json
 import random
+import re
 import tempfile
 import types
 from pathlib import Path
@@ -17,7 +20,7 @@ import torch
 
 import common
 from training import failures, optimizers, preflight, resume
-from tests.harness import (assert_bitwise, assert_same_run, is_one_line, log_of, lora_of, run_script, start_ranks,
+from tests.harness import (FULL, assert_bitwise, assert_same_run, is_one_line, log_of, lora_of, run_script, start_ranks,
                            steps_of, works)
 
 class Optimizer(torch.optim.Optimizer):
@@ -80,6 +83,13 @@ class HalfPrecision(Optimizer):
         state["mean"] = state.get("mean", torch.zeros_like(p, dtype=torch.bfloat16)) * 0.9 + p.grad.bfloat16()
         state["n"] = state.get("n", torch.zeros(2, dtype=torch.int64)) + 2**24 + 1
         return state["mean"].float() + (state["n"] % 7).sum()
+
+class Columns(Optimizer):
+    """As SOAP's: matrices column by column, of whose products the last bits are others than row by row."""
+    def update(self, p, state, group):
+        if not state:
+            state["Q"] = torch.randn(p.shape[1], p.shape[1], generator=torch.Generator().manual_seed(0)).t()
+        return p.grad @ state["Q"] @ state["Q"] / p.grad
 
 class Draws(Optimizer):
     """As SGLD, stochastic rounding, random projections: torch's numbers, also in its constructor. train.py seeds them
@@ -145,6 +155,14 @@ class NoTrain(Optimizer):
     def eval(self):
         pass
 
+class TensorForItsRate(Optimizer):
+    """As torchao's _AdamW. The loop sets a number."""
+    def begin(self):
+        self.param_groups[0]["lr"] = torch.tensor(0.01)
+
+    def begin_step(self, group):
+        group["lr"].item()
+
 class ChangesNothing(Optimizer):
     def update(self, p, state, group):
         return 0
@@ -158,13 +176,13 @@ TORCH = "Adadelta Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Adafactor Muon"
 KEPT = [f"torch.optim.{name}" for name in TORCH.split()]
 KEPT += ["bitsandbytes.optim.PagedAdEMAMix8bit", "bitsandbytes.optim.Lion8bit", "schedulefree.RAdamScheduleFree",
          "schedulefree.AdamWScheduleFreeReference", "prodigyplus.ProdigyPlusScheduleFree", "prodigyopt.Prodigy"]
-OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Lists, Nested, HalfPrecision, Draws)]
+OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Lists, Nested, HalfPrecision, Draws, Columns)]
 ELSEWHERE = [Attribute, HalfPrecisionInAList, GlobalGenerator, NumpysGenerator, OneTensorTwice]
 LOST = dict.fromkeys(ELSEWHERE, "would take other steps")
 LOST |= {ObjectInState: "cannot keep SimpleNamespace", StateOfAll: "cannot keep 'all'", FailsInItsStep: "KeyError",
-         ChangesNothing: "changes no weight", NoTrain: "no attribute 'train'"}
+         ChangesNothing: "by 0.0e+00 a step", NoTrain: "no attribute 'train'", TensorForItsRate: "'item'"}
 
-@pytest.mark.parametrize("optimizer", OWN[2:])
+@pytest.mark.parametrize("optimizer", OWN[2:5])
 def test_a_run_of_train_py_resumes_to_the_bit(small, tmp_path, optimizer):
     """Of three of these forms; of all of them, and of published ones, below."""
     flags = [*small.flags, "--optimizer", optimizer, "--lr", 1e-2]
@@ -189,21 +207,23 @@ def test_a_module_that_fails_when_it_is_imported_is_one_line(tmp_path, monkeypat
     assert result.status == 2 and len(result.errors) == 1, result.err
     assert is_one_line(result.errors[0], "--optimizer: broken.Best cannot be imported"), result.err
 
-def maker(optimizer, ema):
+def maker(optimizer, ema=0, lr=None, **more):
     """-> make_optimizer as train.py has it."""
-    args = types.SimpleNamespace(optimizer=optimizer, ema=ema, lr=0.01, weight_decay=0.01, optimizer_args=[],
-                                 lr_scheduler="constant")
+    lr = lr or (1 if "rodigy" in optimizer else 0.01)
+    args = types.SimpleNamespace(optimizer=optimizer, ema=ema, lr=lr, weight_decay=0.01,
+                                 optimizer_args=list(more.items()), lr_scheduler="constant")
     return optimizers.find_optimizer(args, None)
 
-def trial(optimizer, ema=0):
-    """training/preflight.py's, on a LoRA of three layers; it lets torch's own pass if they are not ours by name."""
+def trial(make_optimizer, factor=0.1):
+    """training/preflight.py's, on a LoRA of three layers, the second halves of which are multiplied by factor."""
     torch.manual_seed(0)
-    shapes = dict(lora_A=(16, 320), lora_B=(512, 16))
-    lora = {f"{n}.{k}": torch.nn.Parameter(0.1 * torch.randn(shape)) for n in range(3) for k, shape in shapes.items()}
+    lora = {}
+    for n in range(3):
+        lora[f"{n}.lora_A"] = torch.nn.Parameter(0.1 * torch.randn(16, 320))
+        lora[f"{n}.lora_B"] = torch.nn.Parameter(factor * torch.randn(512, 16))
     before = {name: p.detach().clone() for name, p in lora.items()}
-    args = types.SimpleNamespace(optimizer=f"my {optimizer}", lr=0.01)
     with tempfile.TemporaryDirectory() as folder:
-        preflight.check_optimizer(args, lora, maker(optimizer, ema), Path(folder))
+        preflight.check_optimizer(make_optimizer.args[1], lora, make_optimizer, Path(folder))
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in lora.items())
 
 def skip_unless_it_can(optimizer, ema):
@@ -218,8 +238,79 @@ def test_published_optimizers_pass_the_trial_which_changes_nothing(optimizer, em
     skip_unless_it_can(optimizer, ema)
     torch.manual_seed(3)
     state = random.getstate()
-    trial(optimizer, ema)
+    trial(maker(optimizer, ema))
     assert random.getstate() == state
+
+class ByNorm(Optimizer):
+    """As LAMB, LARS and Fromage: a zero stays a zero."""
+    def update(self, p, state, group):
+        return p.norm() / p.grad.norm()
+
+class NeverA(Optimizer):
+    """It moves one half of a LoRA."""
+    def update(self, p, state, group):
+        return (len(p) > 16) / p.grad.abs()
+
+HIGHER, FACTOR = "give a higher --lr", "give --lr 1"
+MOVES = [ # optimizer, --lr, and what is said of it; a word of a warning, or of an error that names a remedy
+    ("bitsandbytes.optim.LAMB", 1e-3, HIGHER), (f"{__name__}.ByNorm", 1, HIGHER), (f"{__name__}.NeverA", 1, HIGHER),
+    ("torch.optim.Adafactor", 1e-4, HIGHER), ("torch.optim.Adafactor", 1e-3, "slowly"),
+    ("torch.optim.Adafactor", 1e-2, ""), ("torch.optim.SGD", 1e-3, HIGHER), ("torch.optim.SGD", 1, ""),
+    ("prodigyopt.Prodigy", 1e-4, FACTOR), ("prodigyopt.Prodigy", 1, ""),
+    ("prodigyplus.ProdigyPlusScheduleFree", 1e-4, FACTOR), ("prodigyplus.ProdigyPlusScheduleFree", 1, ""),
+    ("torch.optim.AdamW", 1e-6, ""), ("torch.optim.RAdam", 1e-4, ""),
+    ("torch.optim.Muon", 1e-4, ""), ("schedulefree.AdamWScheduleFree", 1e-5, ""),
+    ("bitsandbytes.optim.AdamW8bit", 1e-5, "")]
+
+@pytest.mark.parametrize("optimizer, lr, said", MOVES)
+def test_what_hardly_moves_a_lora_at_its_rate_is_refused_and_what_is_slow_is_said(optimizer, lr, said):
+    """B begins at zero. What is compared is how far AdamW moves each number."""
+    skip_unless_it_can(optimizer, 0)
+    common.warn_once.cache_clear()
+    seen = len(common.WARNED)
+    line = ""
+    try:
+        trial(maker(optimizer, lr=lr), factor=0)
+    except common.InputError as e:
+        line = str(e)
+        assert is_one_line(line, f"--optimizer {optimizer}", f"--lr {lr:g}"), line
+    assert bool(line) == said.startswith("give") and len(common.WARNED) - seen == (said == "slowly"), line
+    assert said in "".join([line, *common.WARNED[seen:]])
+
+DECAYS = { # optimizer: its other arguments, and whether the weight decay would be a part of its gradients
+    "torch.optim.AdamW": ({}, False), "torch.optim.Muon": ({}, False), "torch.optim.Adafactor": ({}, False),
+    "torch.optim.SGD": (dict(momentum=0.9), True), "torch.optim.RAdam": ({}, True), "torch.optim.NAdam": ({}, True),
+    "torch.optim.Adam": ({}, True), "torch.optim.RMSprop": ({}, True), "torch.optim.Adamax": ({}, True),
+    "torch.optim.NAdam ": (dict(decoupled_weight_decay=True), False), "bitsandbytes.optim.AdamW8bit": ({}, False),
+    "schedulefree.AdamWScheduleFree": ({}, False), "prodigyopt.Prodigy": ({}, False),
+    "prodigyopt.Prodigy ": (dict(decouple=False), True), f"{__name__}.Draws": ({}, False)}
+
+@pytest.mark.parametrize("optimizer", DECAYS)
+def test_a_weight_decay_that_a_class_adds_to_its_gradients_is_zero_unless_it_is_given(optimizer, monkeypatch):
+    """Then a line says so. Measuring it draws none of torch's numbers."""
+    skip_unless_it_can(optimizer, 0)
+    more, coupled = DECAYS[optimizer]
+    for given in (False, True):
+        if given:
+            monkeypatch.setattr("sys.argv", ["train.py", "--weight_decay=0.01"])
+        common.warn_once.cache_clear()
+        seen = len(common.WARNED)
+        lora = random_lora()
+        torch.manual_seed(0)
+        group = maker(optimizer.strip(), **more)(lora.values()).param_groups[0]
+        assert group.get("weight_decay", 0.01) == (0 if coupled and not given else 0.01)
+        assert len(common.WARNED) - seen == (coupled and given)
+        if "Draws" in optimizer:
+            torch.manual_seed(0)
+            assert group["scale"] == torch.rand(())
+
+def test_what_an_optimizer_has_found_for_its_rate_is_in_the_log(small, tmp_path):
+    for optimizer, wanted in (("tests.test_optimizers.TensorInGroup", [1.5, 2.25]), ("torch.optim.Adafactor", [0, 0])):
+        out_dir = tmp_path / optimizer
+        result = works("train.py", *small.flags, "--optimizer", optimizer, "--lr", 0.1, "--max_steps", 2, "--out_dir",
+                       out_dir)
+        assert [r.get("d", 0) for r in log_of(out_dir)] == wanted
+        assert ("  d 2.2e+00" in result.out) == (wanted[0] > 0), result.out
 
 def random_lora(factor=0.1):
     torch.manual_seed(0)
@@ -243,15 +334,90 @@ def test_what_an_optimizer_has_saved_is_put_back_to_the_bit(tmp_path, optimizer,
         lora, resumed = random_lora(factor), random_lora(factor)
         made = make_optimizer(lora.values())
         for steps in (range(1), range(1, 2), range(2, 30)):
-            resume.take_steps(made, lora, steps)
+            resume.take_steps(made, lora, steps, 0.01)
             checkpoint = checkpoint_of(tmp_path, made, lora)
-            resume.take_steps(made, lora, range(90, 93))
+            resume.take_steps(made, lora, range(90, 93), 0.01)
             before = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
             second = make_optimizer(resumed.values())
             resume.load_checkpoint(checkpoint, resumed, second, make_optimizer)
-            resume.take_steps(second, resumed, range(90, 93))
+            resume.take_steps(second, resumed, range(90, 93), 0.01)
             assert_bitwise([p.detach() for p in resumed.values()], [p.detach() for p in lora.values()])
             assert all(torch.equal(checkpoint.tensors[name].nan_to_num(), x.nan_to_num()) for name, x in before.items())
+
+PACKAGES = ("torch.optim bitsandbytes.optim prodigyopt schedulefree prodigyplus came_pytorch lion_pytorch dadaptation "
+            "pytorch_optimizer").split()
+
+class Small: # a class because its loss needs the LoRA's parameters
+    """Three layers of 96x96 with a LoRA of rank 4 each, whose output should be that of other layers."""
+    def __init__(self):
+        torch.manual_seed(0)
+        self.weights, self.x = torch.randn(3, 96, 96) / 96**0.5, torch.randn(64, 96)
+        self.target = self.output(self.weights + 0.1 * torch.randn(3, 96, 4) @ torch.randn(3, 4, 96) / 4)
+        self.lora = {}
+        for n in range(3):
+            self.lora[f"{n}.lora_A"] = torch.nn.Parameter(torch.randn(4, 96) / 4)
+            self.lora[f"{n}.lora_B"] = torch.nn.Parameter(torch.zeros(96, 4))
+
+    def output(self, weights):
+        x = self.x
+        for weight in weights:
+            x = torch.tanh(x @ weight.T) * 1.5
+        return x
+
+    def steps(self, optimizer, lr, numbers):
+        """-> their losses."""
+        losses = []
+        for n in numbers:
+            changes = [self.lora[f"{k}.lora_B"] @ self.lora[f"{k}.lora_A"] for k in range(3)]
+            loss = (self.output(self.weights + torch.stack(changes)) - self.target).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.lora.values(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            torch.manual_seed(n)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+        return losses
+
+def verdict(optimizer, lr, folder):
+    """-> (a word, more words) of a table's row. "falls" or "rises" is the loss in 40 steps, by a fiftieth of what AdamW
+    makes of it at 1e-4, or more; resumed after 15 they are the same."""
+    common.warn_once.cache_clear()
+    seen, one, two = len(common.WARNED), Small(), Small()
+    try:
+        make_optimizer = maker(optimizer, lr=lr)
+        preflight.check_optimizer(make_optimizer.args[1], one.lora, make_optimizer, folder / "trial")
+    except common.InputError as e:
+        return "refused", str(e)
+    losses = one.steps(make_optimizer(one.lora.values()), lr, range(40))
+    made = make_optimizer(two.lora.values())
+    two.steps(made, lr, range(15))
+    checkpoint, resumed = checkpoint_of(folder, made, two.lora), make_optimizer(two.lora.values())
+    resume.load_checkpoint(checkpoint, two.lora, resumed, make_optimizer)
+    two.steps(resumed, lr, range(15, 40))
+    same = all(torch.equal(p, two.lora[name]) for name, p in one.lora.items())
+    change = losses[-1] - losses[0]
+    word = "falls" if change < -0.0005 else "rises" if not change < 0.0005 else "silent"
+    words = f"{losses[0]:.4f} -> {losses[-1]:.4f} {' '.join(common.WARNED[seen:])}"
+    return ("warned" if len(common.WARNED) > seen else word) if same else "not resumed", words
+
+@pytest.mark.skipif(not FULL, reason="tries 200 classes, for four minutes")
+def test_all_classes_of_the_installed_packages_learn_or_are_refused_or_warned_of(tmp_path):
+    """At --lr 1e-3, or 1 where d is found: in 40 steps none leaves the loss as it is without a line."""
+    words = set()
+    for package in PACKAGES:
+        try:
+            classes = vars(importlib.import_module(package)).items()
+        except ImportError:
+            continue
+        for name, found in sorted(classes, key=lambda item: item[0]):
+            if isinstance(found, type) and torch.optim.Optimizer in found.__mro__[1:]:
+                lr = 1 if re.search("prodigy|dadapt", name.lower()) else 1e-3
+                word, more = verdict(f"{package}.{name}", lr, tmp_path)
+                print(f"| {package}.{name} | {lr:g} | {word} | {more} |")
+                words.add(word)
+    assert words <= {"falls", "rises", "refused", "warned"} and {"falls", "refused", "warned"} <= words
 
 def test_a_run_goes_on_as_if_no_trial_had_been(small, tmp_path, monkeypatch):
     """To the bit."""
@@ -270,13 +436,14 @@ def test_a_late_state_that_cannot_be_kept_is_one_line(small, tmp_path, monkeypat
 
 def test_a_checkpoints_state_is_json_and_tensors(small, tmp_path):
     """Counters stay on the CPU on any device; a list stays a list; numbers have their type."""
+    turned = torch.randn(2, 3, 4).permute(2, 0, 1)[:, :, :2]
     value = {"a": [1, 1.0, True, None, "x", (), {}, float("inf")], 2: (torch.tensor(3), torch.ones(2, 2)),
-             "2": [torch.zeros(2, dtype=torch.bfloat16)], (1, "b"): {0.5: torch.ones(1)}}
+             "2": [torch.zeros(2, dtype=torch.bfloat16)], (1, "b"): {0.5: torch.ones(1)}, "turned": turned}
     tensors = {}
     text = json.dumps(resume.to_json(value, "path", tensors))
-    assert len(tensors) == 4
+    assert len(tensors) == 5
     back = resume.from_json(json.loads(text), tensors, "cpu")
-    assert repr(back) == repr(value) and not tensors
+    assert repr(back) == repr(value) and not tensors and back["turned"].stride() == turned.clone().stride()
     for bad in (object(), {1}, [b"bytes"], torch.float32, {object(): 1}, np.float64(1)):
         with pytest.raises(TypeError):
             resume.to_json(bad, "path", {})

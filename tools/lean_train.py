@@ -38,7 +38,7 @@ flag("--lora_targets", ["attention"], "linear layers, by the ends of their names
 flag("--max_steps", 2000, "optimizer steps", type=positive)
 flag("--batch_size", 4, "samples per optimizer step, over all processes", type=positive)
 flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this first if memory runs out", type=positive)
-flag("--optimizer", "torch.optim.AdamW", "a class that takes lr and weight_decay")
+flag("--optimizer", "torch.optim.AdamW", "a class that takes lr and weight_decay, decoupled as AdamW's")
 flag("--optimizer_args", [], "KEY=VALUE: its other arguments, such as betas=[0.9,0.99]", nargs="+", type=key_value)
 flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negative)
 flag("--lr_scheduler", "constant", "after the warm-up", choices=["constant", "cosine", "linear"])

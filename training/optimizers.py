@@ -17,11 +17,14 @@ learns for a few hundred steps: after 300 steps an average with d = 0.99 all alo
 average over such a share throughout), until 1 / (1 - D) steps are less than that: with 0.99 100 steps, after step 891.
 """
 import contextlib
+import io
+import random
 from functools import partial
 from importlib.util import find_spec
 from pydoc import ErrorDuringImport, locate
 
 from common import InputError, first_words, warn_once
+from library.cli.command_line import is_given
 
 NOT_FOUND = "argument --optimizer: found no {!r}; pip install it, or give torch.optim.AdamW"
 
@@ -54,14 +57,62 @@ def find_optimizer(args, parser):
 
 
 def make(optimizer_class, args, parameters):
-    """All parameters are one group: train.py's loop sets its learning rate, and a checkpoint has its settings."""
-    settings = dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args)
+    """All parameters are one group: train.py's loop sets its learning rate, and a checkpoint has its settings. Without
+    --weight_decay a class has the default only if its decay is AdamW's, see couples_decay."""
+    given = dict(args.optimizer_args)
+    settings = dict(lr=args.lr, weight_decay=args.weight_decay) | given
+    known = not settings["weight_decay"] or args.optimizer == "torch.optim.AdamW"
+    if not known and couples_decay(optimizer_class, settings, next(iter(parameters)).device):
+        if is_given("--weight_decay") or "weight_decay" in given:
+            warn_once(f"warning: --weight_decay: {args.optimizer} adds it to the gradient, where it can outweigh what "
+                      "the pictures say; --weight_decay 0 leaves it out")
+        else:
+            settings["weight_decay"] = 0.0
     try:
         optimizer = optimizer_class(parameters, **settings)
         use_trained_weights(optimizer)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
     return optimizer
+
+
+@contextlib.contextmanager
+def trial():
+    """Within `with` an optimizer may be tried out without a trace: what its class prints has been printed once, and
+    Python's and torch's random numbers go on where they were."""
+    import torch
+    state_of_python = random.getstate()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state_of_python)
+
+
+def couples_decay(optimizer_class, settings, device):
+    """Whether a class adds the weight decay to the gradient (L2), as Adam does, and SGD with a momentum. AdamW takes
+    lr * weight_decay of a weight in each step (arxiv.org/abs/1711.05101); but where a gradient is nearly zero, as of a
+    LoRA's A at first, Adam would make a full step of the decay in it. So we look at steps without gradients."""
+    import torch
+    w = torch.nn.Parameter(torch.full((16, 64), 0.01, device=device))
+    try:
+        with trial():
+            optimizer = optimizer_class([w], **settings | dict(lr=0.001, weight_decay=0.1))
+            use_trained_weights(optimizer)
+            for _ in range(11): # RAdam's first ones are another class's
+                w.grad = torch.zeros_like(w)
+                optimizer.step()
+    except Exception: # D-Adaptation's SGD divides by the gradient's norm
+        return True
+    return (0.01 - w).abs().mean() > 1.2 * 11 * 0.001 * 0.1 * 0.01 * (d_of(optimizer) or 1)
+
+
+def d_of(optimizer):
+    """-> what Prodigy, D-Adaptation and such have found until now, and call d in their groups: a factor of --lr. 0 of
+    other classes. (torch's Adafactor calls another number so.)"""
+    if type(optimizer).__module__.startswith("torch."):
+        return 0
+    return max(float(group.get("d", 0)) for group in optimizer.param_groups)
 
 
 def with_ema(optimizer_class, decay):

@@ -3,7 +3,8 @@ What would happen for the first time at a checkpoint, or at the end of a run, is
 
 An optimizer, of any package, may keep state that its state_dict() lacks. Here one takes a few steps with copies of a
 part of the LoRA, is saved and read back into a second one, and both take the same steps from there: the weights must be
-equal. The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
+equal. The copies are of two parameters of each shape, so this takes a second. Each of them must also move: a class that
+multiplies its steps by the size of the weights (LAMB) never leaves the zeros with which one half of a LoRA begins.
 
 A checkpoint and the finished LoRA are written, read back, compared with what is trained, and put on a second model.
 Meanwhile the LoRA has random numbers, as zeros would hide a wrong scale; and of blocks whose LoRAs are alike all but
@@ -20,13 +21,12 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 import predict
-from common import InputError, first_words, on_first_process, rank
+from common import InputError, first_words, on_first_process, rank, warn_once
 from rope_patch import blocks_of
-from training.optimizers import averaged_weights
-from training.resume import (load_optimizer, names_in_file, read_checkpoint, read_optimizer, save_optimizer, take_steps,
-                             trial)
+from training.optimizers import averaged_weights, d_of, trial
+from training.resume import load_optimizer, names_in_file, read_checkpoint, read_optimizer, save_optimizer, take_steps
 
-STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
+STEPS = 11, 11 # before and after the checkpoint: some change a part of their state in every tenth step
 
 
 def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty):
@@ -142,13 +142,13 @@ def find_wrong(folder, optimizer, trained, scales, firsts, second):
 
 
 def check_optimizer(args, lora, make_optimizer, folder):
-    """InputError if an optimizer of --optimizer would not resume to the bit, or cannot be written, into `folder`."""
-    # torch's own need no trial with their defaults: the tests have tried them, with --ema too
-    if args.optimizer.startswith("torch.optim.") and not args.optimizer_args:
+    """InputError if an optimizer of --optimizer would not resume to the bit, cannot be written, into `folder`, or
+    hardly moves the LoRA; a warning if it moves it slowly."""
+    if args.optimizer == "torch.optim.AdamW" and not args.optimizer_args: # with which the others are compared
         return
     try:
         with trial():
-            goes_on, moves = try_optimizer(two_of_each_shape(lora), make_optimizer, folder)
+            goes_on, (moved, name), d = try_optimizer(two_of_each_shape(lora), make_optimizer, args.lr, folder)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
@@ -158,9 +158,18 @@ def check_optimizer(args, lora, make_optimizer, folder):
         raise InputError(f"--optimizer {args.optimizer}: --resume would take other steps than an unbroken run, because "
                          "its state_dict() lacks a part of its state, or because it draws numbers that are not "
                          "torch's; take another, such as torch.optim.AdamW")
-    if args.lr > 0 and not moves:
-        raise InputError(f"--optimizer {args.optimizer}: changes no weight in {STEPS[0]} steps; give other "
-                         "--optimizer_args, or another, such as torch.optim.AdamW")
+    # AdamW moves each number by about its rate, and 1e-4 is usual; a class that finds its own has only begun to
+    usual = min(args.lr, 1e-5 if d else 1e-4)
+    found = (f"--optimizer {args.optimizer}: with --lr {args.lr:g} it moves {name} by {moved:.1e} a step, "
+             f"torch.optim.AdamW with --lr {usual:g} by {usual:.1e}")
+    if args.lr > 0 and not moved > 1e-3 * usual: # (or NaN)
+        cause = ("its steps are as small as the gradients, or as the weights, and a LoRA's B begin at 0; give a higher "
+                 "--lr (Adafactor 0.01, SGD 1), other --optimizer_args, or another, such as torch.optim.AdamW")
+        if d:
+            cause = "it finds the rate itself, and --lr is a factor of that; give --lr 1"
+        raise InputError(f"{found}: {cause}")
+    if moved < 1e-2 * usual:
+        warn_once(f"warning: {found}: it may learn slowly, and need a higher --lr")
 
 
 def two_of_each_shape(lora):
@@ -172,25 +181,28 @@ def two_of_each_shape(lora):
     return few
 
 
-def try_optimizer(few, make_optimizer, folder):
-    """-> (whether an optimizer that is saved and loaded takes the same steps as one that goes on, whether its steps
-    change the weights). few: {name: parameter}; folder: where it may write."""
+def try_optimizer(few, make_optimizer, lr, folder):
+    """-> (whether an optimizer that is saved and loaded takes the same steps as one that goes on, (how far a step moves
+    a number of the slowest parameter, its name), optimizers.d_of). few: {name: parameter}; folder: where it may
+    write."""
     first = copies_of(few)
     optimizer = make_optimizer(first.values())
-    take_steps(optimizer, first, range(STEPS[0]))
+    take_steps(optimizer, first, range(STEPS[0]), lr)
     with averaged_weights(optimizer):
         second = copies_of(first)
         save_optimizer(folder, optimizer, first)
     tensors, info = read_optimizer(folder)
     resumed = make_optimizer(second.values())
     load_optimizer(resumed, second, tensors, info["optimizer"])
-    moves = not all(same_bits(first[name], few[name]) for name in few)
+    middle = copies_of(first) # (`second` may be the average)
     for each, parameters in ((optimizer, first), (resumed, second)):
         random.seed(id(each)) # a resumed process has other numbers here, too; torch's are seeded for each step
-        take_steps(each, parameters, range(STEPS[0], sum(STEPS)))
+        take_steps(each, parameters, range(STEPS[0], sum(STEPS)), lr)
     with averaged_weights(optimizer):
         save_optimizer(folder, optimizer, first) # what has come since can be saved, too
-    return all(close(first[name], second[name], few[name]) for name in few), moves
+    goes_on = all(close(first[name], second[name], few[name]) for name in few)
+    moved = [((p - middle[name]).norm().item() / p.numel()**0.5 / STEPS[1], name) for name, p in first.items()]
+    return goes_on, min(moved), d_of(optimizer)
 
 
 def copies_of(parameters):

@@ -9,10 +9,7 @@ never as a pickle, which runs code when it is loaded.
 A checkpoint may come from a stranger. We read tensors and plain JSON values from it, and hand these to
 load_state_dict(), so they reach the optimizer's two dictionaries (param_groups and state) and nothing else.
 """
-import contextlib
-import io
 import json
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,7 +248,10 @@ def to_json(value, path, tensors):
         while path in tensors: # two keys may be the same text
             path += "'"
         tensors[path] = value
-        return {"tensor": [path, value.is_cpu and not value.dim()]} # torch wants its counters on the CPU
+        # torch wants its counters on the CPU. The layout (SOAP has matrices column by column) decides how a product
+        # is summed, and so its last bits; a file has rows
+        layout = [] if value.is_contiguous() else torch.empty_like(value, device="meta").stride()
+        return {"tensor": [path, value.is_cpu and not value.dim(), *layout]}
     if type(value) is dict: # JSON itself would make texts of all keys
         return {"dict": [[to_json(key, path, tensors), to_json(part, f"{key}.{path}", tensors)]
                          for key, part in value.items()]}
@@ -274,8 +274,9 @@ def from_json(value, tensors, device):
         return value
     (kind, parts), = value.items()
     if kind == "tensor":
-        path, on_cpu = parts
-        return tensors.pop(path).to("cpu" if on_cpu else device, copy=True)
+        path, on_cpu, *layout = parts
+        tensor, device = tensors.pop(path), "cpu" if on_cpu else device
+        return tensor.new_empty_strided(tensor.shape, layout or tensor.stride(), device=device).copy_(tensor)
     return KINDS[kind](from_json(parts, tensors, device))
 
 
@@ -286,11 +287,11 @@ def load_checkpoint(checkpoint, lora, optimizer, make_optimizer):
     state = checkpoint.tensors, checkpoint.info["optimizer"]
     load_lora(checkpoint, lora)
     try:
-        with trial():
+        with optimizers.trial():
             second = make_optimizer(lora.values())
             load_optimizer(second, lora, *state)
             with_state = sum(map(bool, second.state.values()))
-            take_steps(second, lora, [0])
+            take_steps(second, lora, [0], second.param_groups[0]["lr"])
             if sum(map(bool, second.state.values())) > with_state:
                 raise ValueError("it lacks the state of some parameters")
             if not all(p.isfinite().all() for p in lora.values()):
@@ -327,28 +328,16 @@ def load_lora(checkpoint, lora):
         p.data.copy_(checkpoint.lora[name])
 
 
-# ---- an optimizer tried out ------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def trial():
-    """Within `with` an optimizer may be tried out without a trace: what its class prints has been printed once, and
-    Python's random numbers go on where they were. (torch's are seeded for each step.)"""
-    state_of_python = random.getstate()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        random.setstate(state_of_python)
-
-
-def take_steps(optimizer, parameters, steps):
-    """Takes the steps of these numbers with small random gradients, which depend on the number alone. parameters:
-    {name: parameter}."""
+def take_steps(optimizer, parameters, steps, lr):
+    """Takes the steps of these numbers at the rate `lr`, as train.py's loop does. parameters: {name: parameter}. The
+    gradients are as small as a real LoRA's, whose norm is 0.3 over 47 million numbers: a half that is the same in all
+    steps, and a random one, which depends on the number alone."""
     for n in steps:
         generator = torch.Generator().manual_seed(n)
         for p in parameters.values():
-            p.grad = 0.01 * torch.randn(p.shape, generator=generator).to(p.device)
+            p.grad = 4e-5 * (1 + torch.randn(p.shape, generator=generator)).to(p.device)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         torch.manual_seed(n)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
