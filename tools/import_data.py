@@ -204,7 +204,8 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
             targets[name].setdefault(what if len(owners) == 1 else "unclear", []).extend(paths)
         if not owners:
             problems += [error_line(f"{path}: not used: {WHY_NOT[key[2]]}") for path in paths]
-        if not owners and key[0] != "target" and key[2] != "caption": # such a sample lacks a control or its mask
+        # a sample lacks this control, or mask, unless another picture is in its place
+        if key[2] == "other" and key[0] != "target" and (*key[:2], "picture") not in files:
             lacking |= {key[1], re.sub(r"(_control)?_\d+$", "", key[1])}
     kinds = {what for own in targets.values() for what in own}
     has_controls = any(what == "unclear" or what[0] == "control" for what in kinds)
