@@ -166,6 +166,7 @@ def read_folder(data, folders):
     # what no sample has taken yet
     left = {(role, *key): paths for role, folder in folders.items() for key, paths in find_files(folder).items()}
     samples, away = [], [key for key in left if key[2] == "away"]
+    whole = {(role, stem) for role, stem, kind in left if kind == "picture"}
     problems = stray_files.sort_out(data, left)
     for role, name, kind in list(left):
         if (role, kind) == ("target", "picture"):
@@ -181,7 +182,8 @@ def read_folder(data, folders):
         problems += [error_line(f"{path}: not used: {why}") for path in paths]
     lacking = set() # names of samples of which a control, or a mask, cannot be used: --skip_bad leaves them out
     for role, stem, kind in [*left, *away]:
-        if role != "target" and kind != "caption":
+        in_place = kind != "picture" and (role, stem) in whole
+        if role != "target" and kind != "caption" and not in_place:
             lacking |= {stem, re.sub(r"_\d+$", "", stem)}
     return [sample for sample in samples if sample.name not in lacking], problems
 
