@@ -28,13 +28,14 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
 import library # before all others: refuses a folder here that Python would import in place of one of them
+import atexit
 import gc
 import inspect
 import json
 import math
 import re
 import secrets
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
@@ -632,40 +633,42 @@ def read_encoded(sample, encoded):
     index_file.check_tensors(tensors, sample, encoded)
     return tensors
 
-@contextmanager
-def keep_from_prune(samples, cache_dir):
-    """Within `with` CACHE_DIR/.planned-TOKEN, written by the first process, lists the files that this script is about
-    to need -> whether the cache can be written. tools/prune.py, which knows the files of indexes only, leaves these
-    alone while they are encoded, and until an index names them or pictures are generated. The list goes whether the
-    block succeeds, fails or is interrupted; only a process that was killed leaves it. A cache that cannot be written
-    has no such list, and serves if it is complete; InputError if it is not. (An index of another folder has its files
-    there, and keeps them itself.)"""
-    # each command has its own list, as several may work on the same pictures
-    path = Path(cache_dir, f".planned-{secrets.token_hex(16)}")
-    writable = common.on_first_process(lambda: list_files(path, samples))
-    try:
-        yield writable
-    finally:
-        with suppress(OSError): # as a list of a killed process
-            path.unlink(missing_ok=True)
+def keep_from_prune(samples):
+    """FOLDER/.planned-TOKEN lists the files of these samples until this process ends, in each cache folder that has
+    some -> the folders that can be written. tools/prune.py, which knows the files of indexes only, leaves these alone:
+    while they are encoded, and while a run reads them, whose index may be replaced meanwhile. Only a process that was
+    killed leaves its list. A folder that cannot be written has none, and serves if it is complete; InputError if it is
+    not."""
+    folders = {}
+    for file in [file for sample in samples for file in files_of(sample)]:
+        folders.setdefault(file.parents[1], set()).add(file)
 
-def list_files(path, samples):
-    """Writes keep_from_prune's list -> whether the cache can be written."""
-    files = {file for sample in samples for file in files_of(sample)}
+    def list_all():
+        return [folder for folder, files in folders.items() if list_files(folder, files)]
+    return common.on_first_process(list_all)
+
+def list_files(folder, files):
+    """Writes keep_from_prune's list of one folder -> whether that can be written."""
+    # each command has its own list, as several may work on the same pictures
+    path = folder / f".planned-{secrets.token_hex(16)}"
     names = sorted(f"{file.parent.name}/{file.name}" for file in files)
     try:
-        if files:
-            common.write_file(path, "\n".join(names).encode())
-        return True
+        common.write_file(path, "\n".join(names).encode())
     except InputError as e:
         missing = sum(not file.is_file() for file in files)
         if missing:
-            index = min(path.parent.glob("*.json"), default="")
+            index = min(folder.glob("*.json"), default="")
             other = f", or one of its indexes as --data, such as {index}" if index else ""
             why = common.os_reason(e.__cause__)
-            raise InputError(f"--cache_dir {path.parent}: cannot be written ({why}), and lacks {missing} of "
+            raise InputError(f"--cache_dir {folder}: cannot be written ({why}), and lacks {missing} of "
                              f"{len(files)} files; give another folder{other}")
         return False # as library/files/disk.py has said
+    atexit.register(forget, path)
+    return True
+
+def forget(path):
+    with suppress(OSError): # as a list of a killed process
+        path.unlink()
 
 # ---- what a training reads -------------------------------------------------------------------------------------------
 
@@ -746,20 +749,20 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(lambda: plan_training(pipe, folder, args))
     failed = {}
-    with keep_from_prune(samples + val_samples if encode and pipe else [], args.cache_dir) as writable:
-        if encode:
-            failed = encode_samples(pipe, samples + val_samples, args, verify)
-            # a sample whose encoding failed is no sample
-            for one_of in (samples, val_samples):
-                one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
-            if common.rank() == 0:
-                print_problems(dict.fromkeys(failed.values())) # each once: two files may have met the same problem
-        if (problems or failed) and not args.skip_bad:
-            sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
-        if not samples:
-            raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
-        if encode and pipe and writable and common.rank() == 0: # which another machine can train from
-            write_indexes(args, samples, val_samples, geometry, pipe.fingerprints)
+    writable = keep_from_prune(samples + val_samples if encode else [])
+    if encode:
+        failed = encode_samples(pipe, samples + val_samples, args, verify)
+        # a sample whose encoding failed is no sample
+        for one_of in (samples, val_samples):
+            one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
+        if common.rank() == 0:
+            print_problems(dict.fromkeys(failed.values())) # each once: two files may have met the same problem
+    if (problems or failed) and not args.skip_bad:
+        sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
+    if not samples:
+        raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
+    if pipe and Path(args.cache_dir) in writable and common.rank() == 0: # which another machine can train from
+        write_indexes(args, samples, val_samples, geometry, pipe.fingerprints)
     common.say(*sample_checks.describe(samples, val_samples))
     areas = geometry["target_pixels"]
     return samples, val_samples, geometry | dict(target_pixels=areas[0]), areas

@@ -667,21 +667,21 @@ def main(args):
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded
     chosen = [p.sample for p in missing]
-    with cache.keep_from_prune(chosen, args.cache_dir):
-        failed = cache.encode_samples(pipe, chosen, args, verify=True)
-        problems += [*wrong, *dict.fromkeys(failed.values())]
-        if first:
-            common.print_problems(problems)
-        # of what could be encoded each process draws every n-th picture
-        encoded = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
-        mine = encoded[common.rank()::common.world()]
-        try:
-            if mine:
-                problems += generate(args, pipe, transformer_folder, transformer_file, loras, mine, refuse_replaced)
-        except torch.OutOfMemoryError:
-            raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload "
-                             "or, where it decodes, --vae_device cpu. the same command continues with what is missing")
-        common.gather_objects(None) # waits for all: torchrun would end the others when one returns 1
+    cache.keep_from_prune(chosen)
+    failed = cache.encode_samples(pipe, chosen, args, verify=True)
+    problems += [*wrong, *dict.fromkeys(failed.values())]
+    if first:
+        common.print_problems(problems)
+    # of what could be encoded each process draws every n-th picture
+    encoded = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
+    mine = encoded[common.rank()::common.world()]
+    try:
+        if mine:
+            problems += generate(args, pipe, transformer_folder, transformer_file, loras, mine, refuse_replaced)
+    except torch.OutOfMemoryError:
+        raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload "
+                         "or, where it decodes, --vae_device cpu. the same command continues with what is missing")
+    common.gather_objects(None) # waits for all: torchrun would end the others when one returns 1
     if first and missing:
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
         drawn = [p for p in pictures if p.row < contact_sheets.SHEET_ROWS and is_finished(p.path, p.key)]

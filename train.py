@@ -716,8 +716,8 @@ try:
                     sample_losses[place].add_(loss.detach()) # (which an idle pass leaves as it is)
         except torch.OutOfMemoryError: # (what it holds is free behind this block)
             failure = step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
-                                 f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
-                                 "sample --target_pixels), or raise the second, then --resume")
+                                 f"{recomputed}", step, [picks[place] for place in pack], failures.less_memory(
+                                     args, len(blocks_of(transformer)), recomputed, len(pack), out_dir))
         except (Exception, SystemExit) as e:
             failure = e
         if failure and (world_size == 1 or args.fsdp): # --fsdp: the others wait in a block, until torchrun ends them

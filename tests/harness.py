@@ -3,6 +3,7 @@ What test_consistency.py and the tests of this folder share: models, samples and
 of forward(), scripts and datasets, refusals, damages, LoRA files, runs; at the end fixtures, which conftest.py gives to
 every test. Processes that can be killed: tests/processes.py. The letters of shapes are those of test_consistency.py.
 """
+import atexit
 import contextlib
 import copy
 import functools
@@ -349,6 +350,8 @@ def run_script(script, *flags, folder=None):
           contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
         patch.chdir(folder or empty)
         patch.setattr(sys, "argv", [script, *map(str, flags)])
+        ends = []
+        patch.setattr(atexit, "register", lambda *call, **options: ends.append(functools.partial(*call, **options)))
         names, status = {}, 0
         try:
             if script in ("cache.py", "predict.py"):
@@ -364,6 +367,9 @@ def run_script(script, *flags, folder=None):
             status = e.code if isinstance(e.code, int) else int(e.code is not None) # as the interpreter does it
             if isinstance(e.code, str):
                 print(e.code, file=err)
+        finally:
+            for end in ends:
+                end()
     release_lock(names)
     tqdm._instances.clear() # bars that a script left open must not move those of the next
     texts = []

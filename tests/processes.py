@@ -2,6 +2,7 @@
 Processes of their own, for tests: a script of this project in one that can be killed or given a signal, or in several
 ranks as torchrun starts them. tests/harness.py has what is compared afterwards.
 """
+import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -50,7 +51,8 @@ def in_child(script, flags, env, prelude, output):
         sys.excepthook(*sys.exc_info()) # as the interpreter does it
         status = 1
     sys.stdout.flush()
-    threading._shutdown() # as an interpreter does that ends: it waits for a thread that is writing a file
+    # as an interpreter does that ends: it waits for a thread that is writing a file
+    threading._shutdown(), atexit._run_exitfuncs()
     os._exit(status)
 
 def starter(folder):

@@ -87,7 +87,6 @@ def test_a_bad_item_is_named_and_left_out_and_the_others_stay(data, plus, kind):
 
 STRAYS = { # what is put beside two good items, and what the one line about it must name
     "control": (lambda d: paint_picture().save(d / "control/dog.png"), "control/dog.png"),
-    "third control, but no second": (lambda d: paint_picture().save(d / "control/cat_2.png"), "control/cat_2.png"),
     "mask": (lambda d: save(paint_picture(), d / "mask/dog.png"), "mask/dog.png"),
     "caption": (lambda d: (d / "target/dog.txt").write_text("add a border", "utf-8"), "target/dog.txt"),
     "picture in another format": (lambda d: animation(d / "target/dog.gif"), "target/dog.gif", ".gif is not read"),
@@ -104,6 +103,15 @@ def test_no_file_is_passed_over_in_silence(data, plus, kind):
     samples, problems = samples_of(plus, data)
     assert set(samples) == {"good", "cat"} and len(problems) == 1, problems
     assert is_one_line(problems[0], data / name, *words), problems
+
+@pytest.mark.parametrize("name", ["control/cat_2.png", "control/cat_01.png", "control/cat_1.gif", "mask/cat.gif",
+                                  "control/.cat_1.png.icloud"])
+def test_skip_bad_leaves_out_a_sample_of_which_a_control_or_the_mask_is_not_used(data, plus, name):
+    """A gap in its controls, other numbers, a picture that is not read or not here: its prompt may mean it."""
+    (data / name).parent.mkdir(exist_ok=True)
+    (data / name).write_bytes((data / "control/cat.png").read_bytes())
+    samples, problems = samples_of(plus, data)
+    assert set(samples) == {"good"} and len(problems) == 1 and is_one_line(*problems, "not used"), problems
 
 NO_DATASET = { # what is there instead of a dataset, and what else the one line must name
     "nothing": (lambda d: None, "photos: does not exist; check the name"),

@@ -15,8 +15,8 @@ from library.files import tensor_files
 from library.lora import lora_paths
 from tests.harness import (NATIVE, ON_DEVICE, add_item, assert_same_run, cached_files, free_port, index_of, is_one_line,
                            log_of, make_cache, paint_picture, run_script, save, start_ranks, steps_of, train,
-                           validations_of)
-from training import resume
+                           validations_of, works)
+from training import failures, resume
 
 # ---- the bytes that are hashed are the bytes that are encoded --------------------------------------------------------
 
@@ -136,7 +136,42 @@ def test_prune_leaves_alone_what_another_process_is_encoding_or_has_encoded_befo
     assert done.items() <= cached_files(tmp_path / "c").items()
     assert len(index_of(tmp_path / "c")) == 2 and len(list(tmp_path.glob("c/.planned-*"))) == 1 # the killed one's
     assert ".planned-" not in run_script("tools/prune.py", tmp_path / "c", "--delete").out
-    assert not list(tmp_path.glob("c/.planned-*")) and done.items() <= cached_files(tmp_path / "c").items()
+    assert done.items() <= cached_files(tmp_path / "c").items()
+
+def test_captions_and_pairs_that_changed_since_an_index_was_made_are_counted(tmp_path, data):
+    assert make_cache(data, tmp_path / "c", *NATIVE).status == 0
+
+    def told():
+        result = train(tmp_path / "c/tiny-data.json", tmp_path, "--max_steps", 1, *NATIVE)
+        assert result.status == 0, result.err
+        return [line for line in result.err.splitlines() if "since it was made" in line]
+    assert not told()
+    (data / "target/cat.txt").write_text("another", "utf-8")
+    add_item(data, "new")
+    assert "1 captions were edited, 1 pairs are new; it trains" in told()[0]
+    for path in data.glob("*/good*"):
+        path.unlink()
+    assert "1 captions were edited, 1 pairs are new, 1 pairs are gone; it trains" in told()[0]
+    shutil.rmtree(data) # the index may be used where its pictures are not
+    assert not told()
+
+@pytest.mark.parametrize("kind", ["folder", "index"])
+def test_prune_leaves_alone_what_a_training_reads_while_its_index_is_replaced(tmp_path, small, monkeypatch, kind):
+    real, cache_dir, data = failures.compare_loras, tmp_path / "c", small.folder / "data"
+    shutil.copytree(small.cache, cache_dir)
+
+    def compare_loras(*args):
+        for side in (96, 32):
+            works("tools/prune.py", cache_dir, "--delete")
+            make_cache(data, cache_dir, "--target_pixels", side * side)
+        works("tools/prune.py", cache_dir, "--delete")
+        return real(*args)
+    monkeypatch.setattr(failures, "compare_loras", compare_loras)
+    source = data if kind == "folder" else cache_dir / "tiny-data.json"
+    assert small.flags[0] == "--data"
+    result = run_script("train.py", "--data", source, *small.flags[2:], "--cache_dir", cache_dir, "--out_dir",
+                        tmp_path / "run", "--max_steps", 6)
+    assert result.status == 0 and not list(cache_dir.glob(".planned-*")), result.err
 
 def test_prune_leaves_alone_what_predict_is_about_to_draw(tmp_path, photos, monkeypatch):
     real = predict.generate

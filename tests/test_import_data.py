@@ -6,6 +6,7 @@ $ python -m pytest -q tests/test_import_data.py    # a minute; some tests need t
 import json
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -89,16 +90,17 @@ def test_pictures_are_copied_where_they_cannot_be_linked_and_nothing_is_left_of_
     assert "No space left" in import_data(source, tmp_path / "new", status=1).errors[0]
     assert is_one_line(run_script("tools/import_data.py", source, out).errors[0], out) # it is there already
 
-def test_every_nth_sample_is_held_out(tmp_path):
+def test_one_of_n_samples_is_held_out(tmp_path):
     """In a dataset of its own; with fewer samples than that, or where something lies in its place, in none. What comes
     next is the doctor, of both."""
     source, out = tmp_path / "source", tmp_path / "out"
-    for name in "abc":
+    for n, name in enumerate("abc"):
         put(source, f"target/{name}.png control/{name}.png control/{name}_1.png", [f"target/{name}.txt"])
+        save(paint_picture(seed=n), source / f"control/{name}.png")
     got = import_data(source, out, "--hold_out", 2)
     held_out, problems = read_dataset(tmp_path / "out_val")
-    assert sorted(got.samples) == ["a", "c"] and not problems
-    assert [(s.name, len(s.controls), s.prompts) for s in held_out] == [("b", 2, ["go"])]
+    assert len(got.samples) == 2 and not problems
+    assert [(len(s.controls), s.prompts) for s in held_out] == [(2, ["go"])] and held_out[0].name not in got.samples
     title, doctor = got.out.splitlines()[-2:]
     assert title == "next:" and paste(doctor) == ["python", "tools/doctor.py", str(out), f"{out}_val"]
     (tmp_path / "new_val").mkdir()
@@ -298,7 +300,7 @@ NAMES = { # targets; controls; the caption; the sample's name, or what is named
     "not in all": ("a_after.png c.png", "a.png d.png", "c", ["c.png: no control", "d.png: not used"]),
     "capitals": ("img_1.jpg", "IMG_1.JPG", "img_1", ["target img_1.jpg, control IMG_1.JPG: but for", "rename one"]),
     "an ending alone": ("-Edit.png", "b.png", "-Edit", ["target -Edit.png, control b.png"]),
-    "raw": ("a.png", "", "a", ["before has no picture that is read, only .cr2, .gif: export"])}
+    "raw": ("a.png", "", "a", ["a.CR2: not used: this script"])}
 @pytest.mark.parametrize("kind", NAMES)
 def test_endings_are_left_out_and_names_that_differ_are_shown(tmp_path, kind):
     targets, controls, caption, want = NAMES[kind]
@@ -390,8 +392,8 @@ def test_a_table_of_magicbrush_gives_the_holes_as_masks(tmp_path):
     assert "left out, 1: " in line and line.endswith("none-mask.png")
     assert len(read_dataset(tmp_path / "out")[0]) == 3
 
-def test_a_mask_in_our_form_is_linked_and_another_form_is_written_once_in_ours(tmp_path):
-    """OneTrainer's, beside its target. A turned one is written upright."""
+def test_a_mask_of_any_form_is_linked_and_selects_the_same(tmp_path):
+    """OneTrainer's, beside its target."""
     source, exif = put(tmp_path / "source", ""), Image.Exif()
     exif[0x0112] = 3
     strokes = Image.new("LA", (64, 32), 255)
@@ -406,8 +408,81 @@ def test_a_mask_in_our_form_is_linked_and_another_form_is_written_once_in_ours(t
     assert len(import_data(source, tmp_path / "out").samples) == 5
     masks = masks_of(tmp_path / "out")
     assert len(masks) == 5 and all(np.array_equal(mask, hole()) for mask in masks.values())
-    linked = {name for name in forms if (tmp_path / f"out/mask/{name}.png").samefile(source / f"{name}-masklabel.png")}
-    assert linked == {"gray", "bit"}
+    assert all((tmp_path / f"out/mask/{name}.png").samefile(source / f"{name}-masklabel.png") for name in forms)
+
+GAPS = { # a row's cells, beside target and prompt -> its number of controls, or an error
+    "JSON without what is empty": ([dict(control_path_0="a.png"), dict(control_path_1="b.png")], "begin with number 1"),
+    "an empty one between": (dict(control_1="a.png", control_2=None, control_3="c.png"), "numbered [1, 3]"),
+    "an empty one before": (dict(control=None, control_1="b.png"), "numbered [1]"),
+    "no column between": (dict(control_path_0="a.png", control_path_2="c.png"), "numbered [0, 2]"),
+    "none before": (dict(control_2="a.png", control_3="c.png"), "numbered [2, 3]"),
+    "padded numbers": (dict(control_01="a.png", control_03="c.png"), "numbered [1, 3]"),
+    "a list": (dict(control=["a.png", None, "c.png"]), "None is not a picture"),
+    "empty ones behind": (dict(control_1="a.png", control_2="b.png", control_3=None), 2),
+    "the first without a number": (dict(control="a.png", control_1="b.png"), 2)}
+@pytest.mark.parametrize("kind", GAPS)
+def test_a_gap_in_numbered_controls_is_an_error_in_every_table(tmp_path, kind):
+    """As in folders. --skip_bad leaves the row out."""
+    cells, want = GAPS[kind]
+    first, cells = cells if isinstance(cells, list) else ({name: "a.png" for name in cells}, cells)
+    row = dict(target="d.png", prompt="put the hat of picture 3 on") | cells
+    good = dict(target="c.png", prompt="go") | first
+    put(tmp_path / "rows", "a.png b.png c.png d.png")
+    tables = [write_rows(tmp_path / "rows/x.jsonl", good, row)]
+    if "list" not in kind and "JSON" not in kind:
+        lines = [",".join(str(cell or "") for cell in cells.values()) for cells in (good, row)]
+        tables += [write_rows(tmp_path / "rows/x.csv", ",".join(row), *lines)]
+        tables += [write_parquet(tmp_path / "rows/x.parquet", [good, row])] if find_spec("pyarrow") else []
+    for table in tables:
+        out = tmp_path / table.suffix
+        if isinstance(want, int):
+            assert len(import_data(table, out).samples["000001-d"][1]) == 1 + want
+            continue
+        errors = import_data(table, out, status=1).errors
+        assert is_one_line(errors[-1], want)
+        if len(errors) == 1: # only this row has a gap
+            assert list(import_data(table, out, "--skip_bad").samples) == ["000000-c"]
+
+def test_of_several_tables_those_that_are_not_read_are_named(tmp_path):
+    """train is a word of a name, not a part of one: constrained."""
+    pytest.importorskip("pyarrow")
+    for n, (files, samples, named) in enumerate([
+            ("constrained pretrain", 2, ""), ("portrait_train free", 1, "free.parquet"),
+            ("train-0 data/Train_1 validation-0 data/test", 2, "2 tables are not read"),
+            ("data/validation-0 data/test-0", 2, "")]):
+        source = put(tmp_path / str(n), "a.png b.png data/a.png data/b.png")
+        for k, name in enumerate(files.split()):
+            write_parquet(source / f"{name}.parquet", [dict(target="a.png", control="b.png", prompt=f"go {k}")])
+        result = import_data(source, tmp_path / f"out{n}")
+        told = [line for line in result.out.splitlines() if "not read" in line]
+        assert len(result.samples) == samples and len(told) == bool(named) and named in "".join(told), result.out
+    source = put(tmp_path / "folders", "a.png b.png train/a.png test/a.png")
+    for name in ("", "train/", "test/"):
+        write_rows(source / f"{name}metadata.csv", "target,control,prompt", f"a.png,{'b' if not name else 'a'}.png,go")
+    [line] = [line for line in import_data(source, tmp_path / "root").out.splitlines() if "not read" in line]
+    assert "2 tables" in line and "test/metadata.csv" in line and "train/metadata.csv" in line
+
+def test_a_photograph_is_on_one_side_of_hold_out_with_all_its_edits_and_wordings(tmp_path):
+    """Not each second name, which may be the same edit each time; and a target may have several controls."""
+    rows = ["target,control,prompt"]
+    for n in range(10):
+        save(paint_picture(seed=n), tmp_path / f"rows/{n}.png")
+        for kind in ("blue", "red"):
+            save(paint_picture(seed=100 + 2 * n + (kind == "red")), tmp_path / f"rows/{n}_{kind}.png")
+            rows += [f"{n}_{kind}.png,{n}.png,{words} {kind}" for words in ("make it", "now")]
+    rows += ["3_red.png,3_blue.png,turn it", "black.png,4.png,off", "black.png,5.png,off"] # 4 and 5 are one by that
+    save(paint_picture(seed=99), tmp_path / "rows/black.png")
+    result = import_data(write_rows(tmp_path / "rows/x.csv", *rows), tmp_path / "out", "--hold_out", 4)
+    sides = []
+    for folder in ("out", "out_val"):
+        samples = read_dataset(tmp_path / folder)[0]
+        sides.append({Path(path).read_bytes() for s in samples for path in [s.target, *s.controls]})
+    assert sides[0].isdisjoint(sides[1]) and 8 <= len(samples) <= 10, result.out
+    prompts = sorted(sample.prompts[0] for sample in samples)
+    assert sum("red" in prompt for prompt in prompts) >= 2 and sum("blue" in prompt for prompt in prompts) >= 2
+    [error] = import_data(write_rows(tmp_path / "rows/one.csv", *rows[:3]), tmp_path / "none", "--hold_out", 2,
+                          status=1).errors
+    assert is_one_line(error, "of 1 photographs")
 
 TWICE = {
     "a.jsonl": '{"target": "a.png", "control": "b.png", "control": "c.png", "prompt": "go"}',
@@ -486,15 +561,3 @@ def test_every_broken_dictionary_is_named_and_the_others_are_converted(tmp_path,
     assert "version 1.7)" in errors[6] and "version 1.0, 3.0" in errors[7]
     assert import_data(source, tmp_path / "out", "--skip_bad").errors == errors
     assert index_of(tmp_path / "out").keys() == {"cat", "dog"}
-
-# ---- what was meant --------------------------------------------------------------------------------------------------
-
-def test_two_folders_of_pictures_are_answered_with_the_line_that_was_meant(tmp_path):
-    """In either order."""
-    put(tmp_path, "after/a.png before/a.png", ["after/a.txt"])
-    for order in ("before after", "after before"):
-        error, = run_script("tools/import_data.py", *[tmp_path / name for name in order.split()]).errors
-        meant = paste(error.split("give ")[1])
-        assert is_one_line(error, "already exists")
-        before, after = [str(tmp_path / name) for name in ("before", "after")]
-        assert meant == ["import_data.py", "NEW", "--control", before, "--target", after]

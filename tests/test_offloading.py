@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
-from library.models import offloading, sharding
+from library.data import picture_files
+from library.models import host_memory, offloading, sharding
 from training import plan
 import predict
 import rope_patch
@@ -183,6 +184,7 @@ def test_train_py_copies_what_the_plan_counts_and_a_pack_shares_it(tmp_path, sma
 def host(monkeypatch):
     """A host with all the memory there is; a test may change it, in bytes. asked: what is allocated there."""
     host = SimpleNamespace(available=math.inf, total=math.inf, rss=7, shared=7, asked=[])
+    monkeypatch.setattr(host_memory, "OWN_GROUPS", "/nowhere") # those of this machine
     monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: host))
 
@@ -208,6 +210,44 @@ def test_what_does_not_fit_into_the_host_is_refused_before_any_of_it_is_there(qu
         with refused("--offload", "3 blocks need", "--quantize"):
             build(3, quantize)
         assert not host.asked
+
+GIB = 2**30
+LIMITS = { # files of control groups, in GiB or words; variables of Slurm -> what is free, and in all
+    "none": ({}, {}, 50, 100),
+    "no limit": ({"memory.max": "max", "memory.current": 5}, {}, 50, 100),
+    "a container": ({"memory.max": 20, "memory.current": 5, "memory.stat": 2}, {}, 17, 20), # 2 are files that were read
+    "a group above ours": ({"a/memory.max": 30, "a/memory.current": 10, "a/b/memory.max": 40, "a/b/memory.current": 0},
+                           {}, 20, 30),
+    "a container under its host's name": ({"b/memory.max": 7, "b/memory.current": 1}, {}, 6, 7),
+    "version 1": ({"memory/a/memory.limit_in_bytes": 8, "memory/a/memory.usage_in_bytes": 3,
+                   "memory/a/memory.stat": 1}, {}, 6, 8),
+    "over it": ({"memory.max": 20, "memory.current": 21}, {}, 0, 20),
+    "--mem": ({}, dict(SLURM_MEM_PER_NODE="8192"), 7, 8), # this process has 1 for itself
+    "--mem-per-cpu": ({}, dict(SLURM_MEM_PER_CPU="1024", SLURM_CPUS_ON_NODE="16"), 15, 16),
+    "--mem=0": ({}, dict(SLURM_MEM_PER_NODE="0"), 50, 100),
+    "the least": ({"memory.max": 20, "memory.current": 17}, dict(SLURM_MEM_PER_NODE="8192"), 3, 8)}
+@pytest.mark.parametrize("kind", LIMITS)
+def test_the_memory_of_the_host_is_that_of_this_job(tmp_path, host, monkeypatch, kind):
+    """Its control groups' in both versions, and Slurm's: where Linux kills the process without a word."""
+    files, variables, free, total = LIMITS[kind]
+    for name, value in files.items():
+        place = tmp_path / "groups" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        text = str(value * GIB) if isinstance(value, int) else value
+        if name.endswith("stat"):
+            key = "total_active_file" if "version 1" in kind else "active_file"
+            text = f"anon 5\n{key} {value * GIB - 4096}\n{key.replace('active', 'inactive')} 4096"
+        place.write_text(text + "\n")
+    (tmp_path / "own").write_text("4:memory:/a/b\n1:name=systemd:/\n0::/a/b\n")
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host_memory, "OWN_GROUPS", tmp_path / "own")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    host.available, host.total, host.rss, host.shared = 50 * GIB, 100 * GIB, 3 * GIB, 2 * GIB
+    assert host_memory.host_memory() == (free * GIB, total * GIB)
+    picture_files.pixels_that_fit.cache_clear()
+    assert picture_files.pixels_that_fit() == free * GIB // 16
+    picture_files.pixels_that_fit.cache_clear()
 
 def test_processes_share_the_memory_of_their_host(host, monkeypatch):
     """Some may have theirs by now, so what all take is compared with all that there is."""

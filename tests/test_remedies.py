@@ -154,20 +154,32 @@ def test_a_damaged_file_of_the_cache_is_encoded_again_and_the_run_goes_on(places
     result = run_script("train.py", *flags, "--resume")
     assert result.status == 0 and len(log_of(tmp_path / "run")) == 1, result.err
 
-def test_less_tokens_a_pass_help_after_memory_ran_out(places, tmp_path, monkeypatch):
-    """On this card a pass of two samples is too large."""
-    real = rope_patch.run_packed
+@pytest.mark.parametrize("samples, flags, named, remedy", [
+    (2, [], ["lower --max_tokens", "or raise --offload, then --resume"], ["--resume", "--max_tokens", 50]),
+    (1, ["--gradient_checkpointing", 1], ["give --gradient_checkpointing", "then --resume"],
+     ["--resume", "--gradient_checkpointing", 9]),
+    (1, ["--gradient_checkpointing", 9], ["; raise --offload, then --resume; or begin a new run"],
+     ["--resume", "--offload", 9]),
+    (1, ["--gradient_checkpointing", 9, "--offload", 9],
+     ["; begin a new run with smaller --", "--pretrained_lora {run}"],
+     ["--target_pixels", "32*32", "--pretrained_lora", "{run}", "--out_dir", "{run}-new"])])
+def test_what_helps_after_memory_ran_out_is_allowed_and_not_at_its_end(places, tmp_path, monkeypatch, samples, flags,
+                                                                      named, remedy):
+    """On this card the second step's pass of so many samples is too large."""
+    real, passes, run = rope_patch.run_packed, [], str(tmp_path / "run")
 
     def run_packed(model, latents, *more):
-        if len(latents) > 1:
+        passes.append(latents)
+        if len(latents) >= samples and len(passes) > 1:
             raise torch.OutOfMemoryError
         return real(model, latents, *more)
-    monkeypatch.setattr(rope_patch, "run_packed", run_packed)
-    flags = [*shlex.split(places["d"]), "--out_dir", tmp_path / "run"]
-    result = run_script("train.py", *flags)
-    assert result.status == 1 and is_one_line(result.errors[0], "lower the first", "then --resume"), result.err
-    result = run_script("train.py", *flags, "--max_tokens", 50, "--resume")
-    assert result.status == 0 and len(log_of(tmp_path / "run")) == 1, result.err
+    flags = [*shlex.split(places["d"]), "--max_steps", 2, "--batch_size", samples, *flags, "--out_dir", run]
+    with monkeypatch.context() as patch:
+        patch.setattr(rope_patch, "run_packed", run_packed)
+        result = run_script("train.py", *flags)
+    assert result.status == 1, result.err
+    assert is_one_line(result.errors[0], *[words.replace("{run}", run) for words in named]), result.errors
+    works("train.py", *flags, *[str(word).replace("{run}", run) for word in remedy])
 
 def test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_at_a_lower_rate_goes_on(places, tmp_path):
     flags = [*shlex.split(places["d"]), "--save_every", 1, "--max_steps", 9]
@@ -192,7 +204,7 @@ def test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora(plac
 ELSEWHERE = { # lines of these files: where their remedies are tried, or why not
     "was begun with --max_steps": "test_the_command_that_a_finished_schedule_names_goes_on_from_its_lora",
     "a lower --lr (--pretrained_lora": "test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_...",
-    "lower the first (for one sample": "test_less_tokens_a_pass_help_after_memory_ran_out",
+    "out of memory with --gradient_checkpointing": "test_what_helps_after_memory_ran_out_is_allowed_...",
     ":   at step ": "the form of step_error's lines, which are listed, too",
     "start with torchrun": "test_quantization.py",
     "cannot be imported": "test_optimizers.py: it needs a broken module",

@@ -2,7 +2,9 @@
 The file of a result of predict.py: its name tells its key, so that the same command finds its pictures finished,
 another one writes beside them, and edited code draws anew; what a result says of itself; what is whole.
 """
+import atexit
 import contextlib
+import functools
 import json
 import os
 import random
@@ -342,12 +344,14 @@ def test_no_list_of_planned_files_is_left_when_a_script_ends_with_an_error(data,
         pass
     assert len(seen) == len(seen[0]) == 1 and not list(tmp_path.glob("c/.planned-*"))
 
-def test_two_commands_on_the_same_pictures_have_a_list_each(tmp_path):
-    """The first one to end took the list of the other away."""
-    sample = SimpleNamespace(encodings=[], texts={("x", True): dict(file=tmp_path / "text/0.safetensors")})
-    with cache.keep_from_prune([sample], tmp_path):
-        with cache.keep_from_prune([sample], tmp_path):
-            assert len(list(tmp_path.glob(".planned-*"))) == 2
-        left, = tmp_path.glob(".planned-*")
-        assert left.read_text("utf-8") == "text/0.safetensors"
-    assert not list(tmp_path.glob(".planned-*"))
+def test_two_commands_on_the_same_pictures_have_a_list_each(tmp_path, monkeypatch):
+    """The first one to end took the list of the other away. One may read pictures of several caches."""
+    ends = []
+    monkeypatch.setattr(atexit, "register", lambda *call: ends.append(functools.partial(*call)))
+    samples = [SimpleNamespace(encodings=[], texts={("x", True): dict(file=tmp_path / folder / "text/0.safetensors")})
+               for folder in "ab"]
+    assert cache.keep_from_prune(samples) == cache.keep_from_prune(samples) == [tmp_path / "a", tmp_path / "b"]
+    for end, left in zip(ends, (3, 2, 1, 0), strict=True):
+        assert {path.read_text("utf-8") for path in tmp_path.glob("?/.planned-*")} == {"text/0.safetensors"}
+        end()
+        assert len(list(tmp_path.glob("?/.planned-*"))) == left

@@ -15,15 +15,14 @@ $ python tools/import_data.py SOURCE OUT             # it prints the commands th
 $ python tools/import_data.py OUT --target DIR --control DIR [DIR ...] [--mask DIR] [--prompt TEXT] # file names match
 $ python tools/import_data.py SOURCE OUT --columns target=dst control=src,ref prompt=instr  # a table with other names
 $ python tools/import_data.py faces.csv OUT --alone                                 # pictures without controls
-$ python tools/import_data.py SOURCE OUT --hold_out 10                # every tenth sample to OUT_val, for --val_data
+$ python tools/import_data.py SOURCE OUT --hold_out 10                # a tenth of them to OUT_val, for --val_data
 
 The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, counted from 0, NAME_0, NAME_1; its mask
 NAME_mask or NAME-masklabel. Where more names agree without it, an ending such as -Edit, _after or -Bearbeitet is left
 out. Its prompt is in NAME.txt beside the target, or else beside the control; several lines become one prompt (in OUT
-each line is a prompt of its own). A mask that is not gray with a white region, such as
-MagicBrush's pictures with a hole, is written as such a one (read_mask lists the forms). The pictures in OUT are
-hard links where the disk allows it: they take no space, but a program that changes one in place changes the original
-too. A table or configuration that you give is no link out of its folder; it may refer to any picture or folder, and a
+each line is a prompt of its own). Masks may have any form that read_mask lists. The pictures in OUT are hard links
+where the disk allows it: they take no space, but a program that changes one in place changes the original too.
+A table or configuration that you give is no link out of its folder; it may refer to any picture or folder, and a
 configuration to tables below its own folder. What is found in a folder, which may come from strangers, may not: a table
 refers only to files below its own folder, and no link leads out. A cache becomes a cache; give its index to train.py as
 --data. Every error is printed, equal ones in one line, and then nothing is written, unless --skip_bad leaves the faulty
@@ -45,7 +44,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from PIL import ImageOps
 from tqdm import tqdm
 
@@ -104,15 +102,29 @@ def find_folders(source):
             raise InputError(f"{folder}: means the same as {folders[role].name}/; keep one of them, or {ASK}")
     return folders
 
-def list_files(folders):
-    """{role: folder} -> {(role, stem, kind): paths}. If one folder lies in another, its files count for it alone."""
-    files = {}
+def list_files(folders, suffix, source):
+    """{role: folder} -> ({(role, stem, kind): paths} of pictures and of captions, which have this suffix; problems). If
+    one folder lies in another, its files count for it alone. Prints what is neither, as cache.py does of a dataset.
+    source: the folder in which these were found, or None."""
+    files, problems = {}, []
     for role, folder in folders.items():
         inner = [other for other in folders.values() if other != folder and other.is_relative_to(folder)]
+        own = {}
         for (stem, kind), paths in stray_files.find_files(folder).items():
-            if not any(paths[0].is_relative_to(other) for other in inner):
-                files[role, stem, kind] = paths
-    return files
+            for path in paths:
+                if kind in ("caption", "unknown"):
+                    kind = "caption" if path.suffix.lower() == suffix else "unknown"
+                if not any(map(path.is_relative_to, inner)):
+                    own.setdefault((role, stem, kind), []).append(path)
+        if not source:
+            problems += stray_files.sort_out(folder, own)
+        files |= own
+    if source:
+        for (stem, _), paths in stray_files.find_files(source).items():
+            if not any(map(paths[0].is_relative_to, folders.values())): # such pictures belong to nothing
+                files[None, stem, "unknown"] = list(filter(stray_files.is_named_picture, paths))
+        problems += stray_files.sort_out(source, files)
+    return files, problems
 
 def stems_of(role, kind, files):
     return {stem for r, stem, k in files if (r, k) == (role, kind)}
@@ -131,18 +143,15 @@ def cut_endings(files):
         cut.setdefault((role, stem[:len(stem) - len(end)], kind), []).extend(paths)
     return cut
 
-def why_none_agrees(files, folders):
-    """-> what a person has to know if no control has a target's name: a name of each side, or what is not read."""
+def first_names(files, folders):
+    """-> the name of a target, and of a control in each folder, to show a person in what they differ."""
     shown = []
-    for role in [role for role in folders if role != "mask"]:
-        pictures = [paths[0].name for (r, _, kind), paths in files.items() if (r, kind) == (role, "picture")]
-        unread = [paths for (r, _, kind), paths in files.items() if r == role and kind in ("other", "unknown")]
-        others = {path.suffix.lower() for path in sum(unread, [])} - {".json"}
-        if not pictures and others:
-            return f"{folders[role]} has no picture that is read, only {', '.join(sorted(others))}: export them as JPEG"
-        shown += pictures[:1]
-    target, *controls = shown
-    return f"target {target}, control {', '.join(controls) or '-'}: but for suffixes the names must be equal"
+    for role in folders:
+        names = [paths[0].name for (r, _, kind), paths in files.items() if (r, kind) == (role, "picture")]
+        if role != "mask":
+            side = "target" if role == "target" else "control"
+            shown.append(" ".join([side, *names[:1]]))
+    return ", ".join(shown)
 
 def meanings(role, stem, kind, targets):
     """-> what a file may be, by its name: [(name of a target, what)]. what: "target", "caption", "mask", "spare
@@ -174,61 +183,46 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     prompts = as_list(prompt or [])
     if trigger and len(trigger) > MOST_TRIGGER:
         raise InputError(f"{target}: a trigger word of {len(trigger):,} letters; shorten it")
-    if not trigger:
-        for prompt in prompts:
-            command_line.check_text("--prompt", prompt)
+    for text in [] if trigger else prompts:
+        command_line.check_text("--prompt", text)
     if target in controls:
         raise InputError(f"{target}: given as both targets and controls; give the folder of the controls")
     if alone and controls:
         raise InputError(f"{controls[0]}: a folder of controls, which --alone excludes; leave --alone out, or give "
                          "OUT --target DIR --alone")
     allowed = [source] if source else list(folders.values())
-    files = list_files(folders)
+    files, problems = list_files(folders, suffix, source)
     if controls and count_agreeing(cut := cut_endings(files)) > count_agreeing(files):
         files = cut
     images = stems_of("target", "picture", files)
     beside = {stem for stem in images for end in BESIDE if stem.endswith(end) and stem.removesuffix(end) in images}
     beside -= stems_of("target", "caption", files) # only targets have captions
-    targets, samples, problems = {name: {} for name in sorted(images - beside)}, [], []
-    unknown, junk, read = [], [], set()
+    targets, samples, lacking = {name: {} for name in sorted(images - beside)}, [], set()
     for key, paths in files.items():
-        if key[2] in ("unknown", "junk"):
-            (unknown if key[2] == "unknown" else junk).extend(paths)
-            continue
-        if key[2] in stray_files.ERRORS:
-            problems += map(stray_files.why_not, paths)
-            continue
         owners = meanings(*key, targets)
         for name, what in owners:
             targets[name].setdefault(what if len(owners) == 1 else "unclear", []).extend(paths)
-        if not owners and (key[2] != "caption" or suffix == ".txt"):
+        if not owners:
             problems += [error_line(f"{path}: not used: {WHY_NOT[key[2]]}") for path in paths]
+        # a sample lacks this control, or mask, unless another picture is in its place
+        if key[2] == "other" and key[0] != "target" and (*key[:2], "picture") not in files:
+            lacking |= {key[1], re.sub(r"(_control)?_\d+$", "", key[1])}
     kinds = {what for own in targets.values() for what in own}
-    if targets and not alone and not any(what == "unclear" or what[0] == "control" for what in kinds):
-        raise InputError(f"{target}: no control has the name of one of these targets "
-                         f"({why_none_agrees(files, folders)}); rename one side, or name other folders: OUT --target "
-                         "DIR --control DIR, or add --alone if there are no controls")
-    for name, own in targets.items():
+    has_controls = any(what == "unclear" or what[0] == "control" for what in kinds)
+    is_readable = all(kind != "other" for _, _, kind in files) # raw files have lines of their own
+    if targets and not alone and not has_controls and is_readable:
+        raise InputError(f"{target}: no control has the name of one of these targets ({first_names(files, folders)}: "
+                         "but for suffixes the names must be equal); rename one side, or name other folders: OUT "
+                         "--target DIR --control DIR, or add --alone if there are no controls")
+    for name, own in [item for item in targets.items() if item[0] not in lacking]:
         with common.collect_errors(problems):
             refuse_links(sum(own.values(), []), allowed)
             check_files(name, own, targets, controls, alone)
-            own_controls = [own[what][0] for what in sorted(what for what in own if what[0] == "control")]
-            path, captions = read_captions(own, own_controls, suffix, prompts, trigger, wordings, allowed)
-            read.add(path) # it may have a suffix of its own
-            samples.append(dataset.make_sample(path, target, name, own["target"][0], own_controls, captions,
-                                              {"mask": path for path in own.get("mask", [])}))
-    if source: # found by its names; pictures elsewhere in it belong to nothing
-        with contextlib.suppress(InputError): # a folder of other things may be unreadable
-            for (_, kind), paths in stray_files.find_files(source).items():
-                beside = [path for path in paths if not any(map(path.is_relative_to, folders.values()))]
-                if kind == "junk":
-                    junk += beside
-                else:
-                    unknown += filter(stray_files.is_named_picture, beside)
-    unknown = [path for path in unknown if path not in read]
-    for place in [source] if source else dict.fromkeys(folders.values()):
-        own = [[path for path in paths if path.is_relative_to(place)] for paths in (unknown, junk)]
-        tell(*stray_files.lines_beside(place, *own))
+            numbers = sorted(what for what in own if what[0] == "control")
+            own_controls = [own[what][0] for what in numbers]
+            path, captions = read_captions(own, suffix, prompts, trigger, wordings, allowed)
+            masks = {"mask": path for path in own.get("mask", [])}
+            samples.append(dataset.make_sample(path, target, name, own["target"][0], own_controls, captions, masks))
     return samples, problems
 
 def refuse_links(paths, folders):
@@ -259,14 +253,11 @@ def check_files(name, files, targets, controls, alone):
             raise InputError(f"{target}: {fault} in {folder}; name the first one like the target, further ones with "
                              "_1, _2, ... behind it")
 
-def read_captions(files, controls, suffix, prompts, trigger, wordings, allowed):
+def read_captions(files, suffix, prompts, trigger, wordings, allowed):
     """-> (file of a target's caption, its prompts). files: the target's {what: paths}; prompts: for a target without a
     file; suffix, trigger, wordings: as for read_folders; allowed: the folders out of which no link may lead."""
     target = files["target"][0]
     captions = files.get("caption", []) + files.get("spare caption", [])
-    if suffix != ".txt":
-        beside = [stray_files.on_disk(path.with_suffix(suffix)) for path in (target, *controls)] if suffix else []
-        captions = list(filter(os.path.exists, beside)) # (Path.exists raises for a long name)
     if captions and suffix == ".json":
         raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if captions:
@@ -361,33 +352,45 @@ class NoColumn(InputError):
     """A row lacks a column. In csv and parquet files all rows do then, so the first such error ends the script."""
 
 def by_role(row, where, columns):
-    """A row -> ({role: [cells]} for each role that has a column, the columns that hold something and are not read). A
-    role's columns are those that `columns` names, {role: [names]}, or else those with names in COLUMNS. InputError if
-    two of these have the same role."""
+    """A row -> ({role: [cells]} for each role that has a column, the columns that hold something and are not read, the
+    number of its first control: 0 or 1). A role's columns are those that `columns` names, {role: [names]}, or else
+    those with names in COLUMNS. InputError if two of these have the same role, or an empty one stands before another
+    control."""
     chosen = sum(columns.values(), [])
     if missing := [name for name in chosen if name not in row]:
         raise NoColumn(f"{where}: no column {missing[0]}, only {', '.join(map(str, row)):.300}; "
                        "correct --columns")
-    numbered = {role: {n: row[name] for n, name in enumerate(names)} for role, names in columns.items()}
-    spelled, unread = {}, []
+    numbered, spelled, empty, unread = {}, {}, [], []
+    for role, names in columns.items():
+        numbered[role] = {n: row[name] for n, name in enumerate(names)}
     for column in [column for column in row if column not in chosen]:
         role, base, number = read_column(column)
-        wanted = role is not None and role not in columns
-        cells = numbered.setdefault(role, {}) if wanted else {}
-        if row[column] is None:
+        cell = row[column]
+        if role is None or role in columns:
+            unread += [column] if cell is not None else []
             continue
-        if not wanted:
-            unread.append(column)
-        elif spelled.setdefault(role, base) != base or number in cells:
+        cells = numbered.setdefault(role, {})
+        if cell is None:
+            empty.append((role, base, number))
+            continue
+        if spelled.setdefault(role, base) != base or number in cells:
             raise InputError(f"{where}: column {column!r:.100} and another one both mean {role}; choose one: "
                              f"--columns {role}={column:.100}")
-        cells[number] = row[column]
-    roles = {role: [] for role in numbered}
+        cells[number] = cell
+    for role, base, number in empty:
+        if spelled.get(role) == base:
+            numbered[role].setdefault(number, None)
+    roles, begin = {role: [] for role in numbered}, {}
     for role, cells in numbered.items():
-        for n in sorted(cells):
-            if cells[n] is not None:
-                roles[role] += cells[n] if isinstance(cells[n], list) else [cells[n]]
-    return roles, unread
+        filled = [n for n in sorted(cells) if cells[n] is not None]
+        begin[role] = first = 1 if min(cells, default=0) > 0 else 0
+        numbers = [max(0, n) for n in filled] # of one without a number: 0
+        if numbers != list(range(first, first + len(filled))):
+            raise InputError(f"{where}: its {role}s are numbered {numbers}; fill in those before, as a prompt may "
+                             "mean one by its number")
+        for n in filled:
+            roles[role] += cells[n] if isinstance(cells[n], list) else [cells[n]]
+    return roles, unread, begin.get("control", 0)
 
 def parse_row(where, row):
     """A row of read_rows -> {column: cell}."""
@@ -399,9 +402,9 @@ def parse_row(where, row):
         raise InputError(f"{where}: {common.first_words(e)}; write one JSON object for each sample")
 
 def read_row(number, where, row, place, columns, alone):
-    """-> (Sample, the columns that are not read). number: goes into its name, as several rows may share a target.
+    """-> (Sample, by_role's other answers). number: goes into its name, as several rows may share a target.
     place(where, cell) -> the picture's file."""
-    cells, unread = by_role(row, where, columns)
+    cells, *others = by_role(row, where, columns)
     if "more cells" in row:
         raise InputError(f"{where}: more cells than columns; put a prompt that contains a comma in quotes")
     roles = ["target", "prompt"] if alone else ["target", "control", "prompt"]
@@ -411,16 +414,20 @@ def read_row(number, where, row, place, columns, alone):
     for role in roles:
         if not cells[role]:
             raise InputError(f"{where}: an empty {role}; correct it, or leave such rows out: --skip_bad")
-    pictures = [cells.get(role, []) for role in ("target", "control", "mask")]
-    if pictures[0][1:] or pictures[2][1:]:
-        raise InputError(f"{where}: several targets or masks; keep one, or name another column: --columns")
-    refuse_many(where, pictures[1])
-    target, control, mask = [[place(where, cell) for cell in role] for role in pictures]
-    if alone and control + mask:
+    for role in ("target", "mask"):
+        if len(cells.get(role, [])) > 1:
+            raise InputError(f"{where}: several targets or masks; keep one, or name another column: --columns")
+    refuse_many(where, cells.get("control", []))
+    files = {}
+    for role in ("target", "control", "mask"):
+        files[role] = [place(where, cell) for cell in cells.get(role, [])]
+    if alone and files["control"] + files["mask"]:
         raise InputError(f"{where}: a control or mask, which --alone excludes; leave --alone out")
-    name = f"{number:06}-{target[0].stem}"
-    others = {"mask": path for path in mask}
-    return dataset.make_sample(where, "rows", name, target[0], control, cells["prompt"], others), unread
+    target, = files["target"]
+    masks = {"mask": path for path in files["mask"]}
+    sample = dataset.make_sample(where, "rows", f"{number:06}-{target.stem}", target, files["control"], cells["prompt"],
+                                 masks)
+    return sample, *others
 
 def find_file(table, anywhere, folder, where, cell):
     """A cell of a table -> the picture's file. A path is relative to the table's folder, where the file must lie; with
@@ -455,16 +462,16 @@ def find_file(table, anywhere, folder, where, cell):
 def read_tables(tables, anywhere, folder, columns, alone):
     """-> (samples, problems). A sample that is in two tables counts once. Prints which columns it does not read.
     anywhere, folder: see find_file."""
-    samples, problems, seen, others = [], [], {}, Counter()
+    read, problems, seen, others = [], [], {}, Counter()
     rows = ((table, where, row) for table in tables for where, row in read_rows(table))
     for number, (table, where, row) in enumerate(rows):
         try:
             row = parse_row(where, row)
             place = functools.partial(find_file, table, anywhere, folder)
-            sample, unread = read_row(number, where, row, place, columns, alone)
+            sample, unread, begin = read_row(number, where, row, place, columns, alone)
             first_table, first = seen.setdefault(str([sample.target, sample.controls, sample.prompts]), (table, where))
             if first == where:
-                samples.append(sample)
+                read.append((where, begin, sample))
                 others.update(unread)
             elif first_table == table:
                 raise InputError(f"{where}: the same as {first}; delete one of them")
@@ -472,6 +479,13 @@ def read_tables(tables, anywhere, folder, columns, alone):
             if isinstance(e, NoColumn) and table.suffix not in (".json", ".jsonl"):
                 raise
             problems.append(str(e))
+    samples, least = [], min((begin for _, begin, _ in read), default=0)
+    for where, begin, sample in read:
+        if begin == least:
+            samples.append(sample)
+        else: # of JSON, where a row may leave out what is empty
+            problems.append(error_line(f"{where}: its controls begin with number 1, and those of other rows with 0; "
+                                       "fill in number 0, as a prompt may mean one by its number"))
     if others:
         names = ", ".join(f"{name or repr(name):.100} ({count} rows)" for name, count in others.items())
         tell(f"{tables[0]}: columns that are not read: {names:.2000}")
@@ -479,47 +493,40 @@ def read_tables(tables, anywhere, folder, columns, alone):
     return samples, problems
 
 def tell_beside(samples, folder):
-    """Prints how many files lie in the folders of a table's pictures, and are named in no row. folder: find_file's."""
+    """Prints which files lie in the folders of a table's pictures, and are named in no row. folder: find_file's."""
     named = [path for sample in samples for path in [*dataset.pictures_of(sample), *sample.overlays.values()]]
     used = set(map(os.path.realpath, named))
     # the place of a link is its own, as it may lead to the hub's blobs
     places = {os.path.realpath(Path(path).parent): Path(path).parent for path in named}
     places.pop(os.path.realpath(folder), None)
     for _, place in sorted(places.items()):
-        unused, junk = [], []
-        for path in sorted(place.iterdir()):
-            kind = stray_files.kind_of(path)
-            if kind == "junk":
-                junk.append(path)
-            elif path.is_file() and kind in ("picture", "other", "unknown") and os.path.realpath(path) not in used:
-                unused.append(path)
-        unused = [path for path in unused if path.suffix not in ABOUT]
-        tell(*stray_files.lines_beside(place, unused, junk, "no row names them"))
+        files = {}
+        for path in sorted(filter(Path.is_file, place.iterdir())):
+            if os.path.realpath(path) in used:
+                files[path, "picture"] = [path]
+            elif path.suffix not in ABOUT and stray_files.kind_of(path) in ("picture", "other", "unknown"):
+                files[path, "unknown"] = [path]
+        stray_files.sort_out(place, files)
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 def fit_mask(sample, file, invert, alpha):
-    """The file of a sample's mask in our form, gray with a white region: its own, or else `file`, which this writes.
-    None if the mask selects nothing or everything. InputError if it cannot be told what it selects."""
+    """-> the file of a sample's mask: its own, or with `invert` or `alpha` this one, which is written. None if the mask
+    selects nothing or everything. InputError if it cannot be told what it selects."""
     if alpha:
         mask = picture_files.decode(sample.target, None).convert("RGBA").getchannel("A")
     else:
         mask = picture_files.read_mask(sample.mask)
-    mask = ImageOps.invert(mask) if invert else mask
     if picture_files.mask_is_empty(mask):
         return None
-    if not alpha:
-        with picture_files.open_image(sample.mask) as image:
-            is_plain = image.mode in ("1", "L") and not image.has_transparency_data
-            if is_plain and np.array_equal(np.asarray(image.convert("L")), np.asarray(mask)):
-                return sample.mask
-    mask.save(file)
+    if not alpha and not invert:
+        return sample.mask
+    (ImageOps.invert(mask) if invert else mask).save(file)
     return str(file)
 
 def fit_masks(samples, folder, invert=False, alpha=False):
-    """-> (samples, problems). Masks that are not in our form are replaced by files in `folder`; those that select
-    nothing or everything are left out, and printed. invert: black is the region. alpha: the opaque part of each target
-    is its region."""
+    """-> (samples, problems). Masks that select nothing or everything are left out, and printed; those that are to be
+    written become files in `folder`. invert: black is the region. alpha: the opaque part of each target is it."""
     masked = [place for place, sample in enumerate(samples) if sample.mask or alpha]
     folder.mkdir()
 
@@ -543,8 +550,7 @@ def fit_masks(samples, folder, invert=False, alpha=False):
             del good[place]
             problems.append(str(e).replace(file, shown))
     if empty:
-        tell(f"masks that select nothing or everything, left out, {len(empty)}: {', '.join(empty[:8])}"
-             + (", ..." if len(empty) > 8 else ""))
+        tell(f"masks that select nothing or everything, left out, {len(empty)}: {stray_files.first_of(empty, 8)}")
     return [*good.values()], problems
 
 # ---- writing our layout ----------------------------------------------------------------------------------------------
@@ -585,16 +591,14 @@ def column(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not target=NAME, control=NAME,NAME, mask=NAME or prompt=NAME")
     return role, names.split(",") if role == "control" else [names]
 
-def refuse_pair(source, out):
-    """InputError if the two folders that are given are one of controls and one of targets: each holds pictures."""
-    pair = [source, out]
-    for folder in pair:
-        if not folder or not any(stray_files.KINDS.get(path.suffix.lower()) == "picture" for path in folder.glob("*")):
-            return
-    if source.name.lower().startswith("after") or role_of(source.name.lower(), FOLDERS) == "target":
-        pair.reverse()
-    meant = common.shell_command(["import_data.py", "NEW", "--control", pair[0], "--target", pair[1]])
-    raise InputError(f"{out}: already exists, and both folders hold pictures; if they are pairs, give {meant}")
+def tell_unread_tables(source, tables):
+    """Prints which other tables lie below the folder SOURCE: of another split, or of another part of the dataset."""
+    suffixes = {".csv", ".tsv", ".jsonl", ".parquet"}
+    paths = sum(stray_files.find_files(source).values(), [])
+    unread = [stray_files.seen_from(source, path) for path in paths if path.suffix in suffixes and path not in tables]
+    if unread:
+        tell(f"warning: {source}: {len(unread)} tables are not read: {stray_files.first_of(unread)}; give each one as "
+             "SOURCE, with an OUT of its own")
 
 def find_parts(source, columns, alone):
     """SOURCE, which is not a cache -> (a list of arguments of read_folders or read_tables, a configuration's Settings
@@ -603,49 +607,83 @@ def find_parts(source, columns, alone):
         raise InputError(f"{source}: does not exist; {stray_files.near_path(source)}")
     if source.is_file(): # an error would quote a key, to which a stranger's link may lead
         stray_files.refuse_outside(source, source.parent)
-    if source.is_file() and is_config(source):
-        return read_config(source)
-    if source.is_file():
+        if is_config(source):
+            return read_config(source)
         return [dict(tables=[source], anywhere=True)], None
     parquets = sorted(stray_files.listed(source, "*.parquet") + stray_files.listed(source, "data/*.parquet"))
-    files = [path for name in (".", "train", "data") for path in stray_files.listed(source, f"{name}/metadata.*")]
-    for found in (*parquets, *files):
-        stray_files.refuse_outside(found, source)
+    tables = [path for name in (".", "train", "data") for path in stray_files.listed(source, f"{name}/metadata.*")]
+    for path in (*parquets, *tables):
+        stray_files.refuse_outside(path, source)
+    tables = [path for path in tables if path.suffix in TABLES and path.parent == tables[0].parent]
+    if parquets: # of several splits the one called train, which is not constrained or pretrain
+        tables = [path for path in parquets if re.search("(?i)(?<![a-z])train(?![a-z])", path.name)] or parquets
+    tell_unread_tables(source, tables)
     if parquets:
-        tables = [path for path in parquets if "train" in path.name]
-        return [dict(tables=tables or parquets, anywhere=False)], None
-    folders = find_folders(source)
-    tables = [path for path in files if path.suffix in TABLES and path.parent == files[0].parent]
-    if tables and (columns or not {"target", "control"} <= folders.keys()):
         return [dict(tables=tables, anywhere=False)], None
-    if tables:
+    folders = find_folders(source)
+    has_pairs = {"target", "control"} <= folders.keys()
+    if tables and has_pairs and not columns:
         raise InputError(f"{tables[0]}: not used, as there are folders of pictures; delete it, or give this file as "
                          "SOURCE")
+    if tables:
+        return [dict(tables=tables, anywhere=False)], None
     target = folders.get("target", source)
-    if alone or {"target", "control"} <= folders.keys() or list(target.glob("*-condlabel.*")):
+    if alone or has_pairs or list(target.glob("*-condlabel.*")):
         controls = [folders["control"]] if "control" in folders else []
         return [dict(target=target, controls=controls, mask=folders.get("mask"), source=source)], None
     names = ", ".join([path.name for path in stray_files.listed(source, "*")][:5]) or "nothing"
     raise InputError(f"{source}: holds {names}; {ASK} (or --target DIR --alone), or give a table or a configuration "
                      "itself as SOURCE; -h lists the names that are recognised")
 
+def choose_held_out(samples, every):
+    """-> the places of one in `every` of these samples. Those of one photograph, by the bytes of the target or of the
+    first control, are on the same side: all its edits and wordings. Their hashes decide, as every N-th name could be
+    the same edit each time. A picture that all have tells none apart. InputError if they cannot be parted."""
+    contents, group = [], {} # group: {a content: a lower one of the same photograph}
+
+    def lowest(content):
+        while content in group:
+            content = group[content]
+        return content
+    for sample in common.progress("comparing pictures", samples, unit=" samples"):
+        contents.append({common.file_hash(path) for path in dataset.pictures_of(sample)[:2]})
+    counts = Counter(content for own in contents for content in own)
+    photographs = {}
+    for own in contents:
+        own -= {content for content in own if counts[content] == len(samples)}
+        low, *others = sorted({lowest(content) for content in own or {""}})
+        group |= dict.fromkeys(others, low)
+    for place, own in enumerate(contents):
+        photographs.setdefault(lowest(min(own, default="")), []).append(place)
+    if len(samples) < every or len(photographs) < 2:
+        raise InputError(f"--hold_out {every}: there are only {len(samples)} samples, of {len(photographs)} "
+                         "photographs; give a smaller number, or leave it out")
+    held_out = []
+    # by the last digits: the first ones are small in a large group, as its lowest content stands for it
+    for content in sorted(photographs, key=lambda content: content[-16:]):
+        if len(held_out) + len(photographs[content]) <= len(samples) // every:
+            held_out += photographs[content]
+    return set(held_out or min(photographs.values(), key=len))
+
 def convert(args, columns, tmp):
-    """Writes TMP/out from what the flags name -> (samples, problems, a configuration's Settings or None)."""
+    """Writes TMP/out from what the flags name -> (samples, problems, a configuration's Settings or None, how many are
+    held out)."""
     source = args.target or args.source
     old = [path for path in [source, *stray_files.listed(source, "*")] if path.suffix in CACHES]
     if old and not args.target and not args.alone and not find_folders(source):
-        if args.prompt:
-            raise InputError(f"--prompt: {source} is a cache of version 1.0, with encoded prompts; leave --prompt out")
-        if args.hold_out:
-            raise InputError(f"--hold_out: {source} is a cache of version 1.0; leave --hold_out out")
+        for flag in ("prompt", "hold_out"):
+            if getattr(args, flag):
+                raise InputError(f"--{flag}: {source} is a cache of version 1.0, of encoded samples; leave --{flag} "
+                                 "out")
         from tools import import_cache # takes seconds; other sources do not need it
-        return *import_cache.convert_cache(old, source, tmp / "out"), None
+        samples, problems = import_cache.convert_cache(old, source, tmp / "out")
+        return samples, problems, None, 0
     if args.target:
         parts, found = [dict(target=args.target, controls=args.control, mask=args.mask)], None
     else:
         parts, found = find_parts(source, columns, args.alone)
     if found and found.no_data:
-        return [], [], found
+        return [], [], found, 0
     if columns and not any("tables" in part for part in parts):
         raise InputError(f"--columns: {source} is not a table; leave --columns out")
     if args.prompt and all("tables" in part for part in parts):
@@ -665,12 +703,12 @@ def convert(args, columns, tmp):
         problems += faults + of_masks
     if not samples and not problems:
         problems.append(error_line(f"{source}: no sample in it; see -h for the layouts, or {ASK}"))
-    n = args.hold_out or len(samples) + 1
-    if args.hold_out and len(samples) < n and (args.skip_bad or not problems):
-        raise InputError(f"--hold_out {n}: there are only {len(samples)} samples; give a smaller number")
-    for i, sample in enumerate(samples, 1):
-        write_sample(sample, tmp / ("out" if i % n else "held_out"))
-    return samples, problems, found
+    held_out = []
+    if args.hold_out and (args.skip_bad or not problems):
+        held_out = choose_held_out(samples, args.hold_out)
+    for place, sample in enumerate(samples):
+        write_sample(sample, tmp / ("held_out" if place in held_out else "out"))
+    return samples, problems, found, len(held_out)
 
 def main():
     parser = command_line.Parser(__doc__)
@@ -690,7 +728,8 @@ def main():
     flag("--columns", [], "the table's columns for target, control (several with commas), prompt and mask", type=column,
          nargs="+", action="extend", metavar="ROLE=NAME")
     flag("--alone", False, "there are no controls, and OUT gets no control/")
-    flag("--hold_out", 0, "write every N-th sample to OUT_val, for train.py --val_data, and the others to OUT",
+    flag("--hold_out", 0, "write one in N samples to OUT_val, for train.py --val_data, and the others to OUT; those of "
+         "one photograph stay together",
          type=command_line.number(int, 2), metavar="N")
     flag("--skip_bad", False, "leave out the samples that have an error")
     args = parser.parse_args()
@@ -708,10 +747,6 @@ def main():
         parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give {meant}")
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
-    refuse_pair(args.source, args.out)
-    if args.source and args.out.exists() and not args.source.exists():
-        meant = common.shell_command(["python", sys.argv[0], args.out, args.source])
-        parser.error(f"argument {args.source}: does not exist, and {args.out} does; what is read comes first: {meant}")
     common.refuse_to_replace(args.out)
     val = args.out.with_name(f"{args.out.name}_val")
     if args.hold_out:
@@ -723,7 +758,7 @@ def main():
     try:
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent, ignore_cleanup_errors=True) as tmp:
             with contextlib.redirect_stdout(io.StringIO()) as notes: # of what is not read, if it goes well
-                samples, problems, found = convert(args, columns, Path(tmp))
+                samples, problems, found, held_out = convert(args, columns, Path(tmp))
             if found and found.no_data:
                 tell(*next_commands(found, args.out, None, 0))
                 raise InputError(found.no_data)
@@ -736,7 +771,6 @@ def main():
             tell(*notes.getvalue().splitlines())
     except OSError as e:
         raise common.disk_error(args.out, e)
-    held_out = len(samples) // args.hold_out if args.hold_out else 0
     tell(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
     if args.target or not list(args.out.glob("*.json")): # no cache
         tell(*next_commands(found, args.out, val if held_out else None, len(samples) - held_out))

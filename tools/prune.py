@@ -2,7 +2,8 @@
 Counts the files in a cache folder that no index there lists, i.e. that no dataset needs; --delete deletes them.
 cache.py and train.py keep such files, so that you can return to earlier flags or samples without encoding them again.
 predict.py's files are among them: it writes no index, and encodes again what is missing. What a script is about to
-encode or to generate is left alone: .planned-TOKEN lists it, also that of a script that was killed.
+encode, or reads while it trains or generates, is left alone: .planned-TOKEN lists it, also that of a script that was
+killed.
 
 $ python tools/prune.py encoded
 $ python tools/prune.py encoded --delete
@@ -45,15 +46,13 @@ def main():
     known = {file for index in lists # an index that cannot be read ends the script here
              for sample in index_file.read_index(index)[0] for file in cache.files_of(sample)}
     kept = set() # of scripts at work, or killed
-    for planned in plans:
+    for planned in plans: # (a list that an index has in it stays, too: while a run reads, that index may be replaced)
         lines = stray_files.read_text(planned, common.LONG_TEXT).splitlines()
         needed = {args.cache_dir / line for line in lines} - known
         kept |= needed
         if needed:
             common.tell(f"{planned}: lists what a script needs; if none is at work, and you will not start it again, "
                         "delete it")
-        elif args.delete: # an index knows all of it by now
-            disk.delete(planned, "no longer needed", "mend that, and run again")
     # only what is named like ours: 32 digits of a hash
     here = {file for folder in folders for file in folder.glob(f"{32 * DIGIT}.safetensors")}
     unknown = sorted(here - known - kept)

@@ -27,6 +27,18 @@ def warn_of_validation(e, step, fsdp):
     if common.rank() and not isinstance(e, common.FailedElsewhere): # warn_again() speaks for the first one alone
         tell(f"warning: the validation: {first_words(e)} (on process {common.rank()})")
 
+def less_memory(args, blocks, recomputed, samples, out_dir):
+    """-> what to do about a step of so many samples without memory: what --resume allows, unless it is at its end, or
+    a new run. recomputed: of the blocks."""
+    remedies = [f"lower --max_tokens below {args.max_tokens}"] if samples > 1 else []
+    if recomputed < blocks:
+        remedies.append(f"give --gradient_checkpointing {blocks}")
+    if args.offload < blocks:
+        remedies.append("raise --offload")
+    resume = f"{' or '.join(remedies)}, then --resume; or " if remedies else ""
+    return (f"{resume}begin a new run with smaller --target_pixels or with --quantize int8 (--pretrained_lora "
+            f"{out_dir} takes its LoRA, if a step was saved)")
+
 # ---- several processes: do all still have the same LoRA? -------------------------------------------------------------
 
 

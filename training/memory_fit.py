@@ -171,7 +171,7 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
     pack = largest_pack(lengths, args, processes)
     items = blank_items(Item, map(shape_of, pack), transformer, args.device)
     too_little = InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, of "
-                            f"{sum(pack)} tokens; lower it, or give --quantize or --offload")
+                            f"{sum(pack)} tokens; lower it, or give {'' if args.resume else '--quantize or '}--offload")
     too_much = InputError(f"--fsdp: out of memory in a try; give --gradient_checkpointing {blocks}, with which the "
                           "largest pass has fitted")
 

@@ -31,6 +31,7 @@ import rope_patch
 from cache import files_of
 from common import say, world
 from library.models import model_files, quantization
+from library.models.host_memory import host_memory
 from library.models.model_files import CONFIGS
 from predict import text_keys_of
 from training import memory_fit
@@ -265,8 +266,11 @@ def adder(args, transformer, largest, Item, flow_loss):
 
 
 def say_memory(args, blocks, lora_bytes, added, weights):
+    free, total = host_memory()
     say("")
     say(f"expected memory of a process in GiB, in {args.dtype}. an estimate; what CUDA and fragments take is in `card`")
+    say(f"`host`: what --offload takes of the host's memory, of which this job may have {total / GIB:.1f} here, and "
+        f"{free / GIB:.1f} are free")
     say(f"{'base':>7} {'LoRA':>7} {'step':>7} {'total':>7} {'host':>7}  card  flags")
     recomputed = blocks if args.gradient_checkpointing is None else min(blocks, args.gradient_checkpointing)
     given = recomputed, args.quantize, min(args.offload, blocks)

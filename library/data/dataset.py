@@ -165,7 +165,8 @@ def read_folder(data, folders):
         refuse_outside(folder, data)
     # what no sample has taken yet
     left = {(role, *key): paths for role, folder in folders.items() for key, paths in find_files(folder).items()}
-    samples = []
+    samples, away = [], [key for key in left if key[2] == "away"]
+    whole = {(role, stem) for role, stem, kind in left if kind == "picture"}
     problems = stray_files.sort_out(data, left)
     for role, name, kind in list(left):
         if (role, kind) == ("target", "picture"):
@@ -179,7 +180,12 @@ def read_folder(data, folders):
         if kind == "other":
             why = f"{paths[0].suffix} is not read; convert it to PNG or JPEG"
         problems += [error_line(f"{path}: not used: {why}") for path in paths]
-    return samples, problems
+    lacking = set() # names of samples of which a control, or a mask, cannot be used: --skip_bad leaves them out
+    for role, stem, kind in [*left, *away]:
+        in_place = kind != "picture" and (role, stem) in whole
+        if role != "target" and kind != "caption" and not in_place:
+            lacking |= {stem, re.sub(r"_\d+$", "", stem)}
+    return [sample for sample in samples if sample.name not in lacking], problems
 
 def sample_of_target(data, folders, left, name):
     """The Sample of target/NAME. Its files are taken out of `left`: {(role, stem, kind): paths}."""

@@ -9,6 +9,7 @@ here; they are compared with their hashes, and one with another hash is never sh
 passed on, and the picture with it.
 """
 import contextlib
+import io
 import json
 import math
 import os
@@ -60,7 +61,8 @@ def write_index(path, samples, geometry, fingerprints, roots=()):
 
 
 def read_index(path):
-    """-> ([Planned], geometry, fingerprints of the encoders). InputError if it is damaged."""
+    """-> ([Planned], geometry, fingerprints of the encoders, the folders or manifests that were encoded). InputError if
+    it is damaged."""
     path = Path(path)
     text = stray_files.read_text(path, LONG_TEXT)
     for folder in ("latents", "text"):
@@ -69,7 +71,7 @@ def read_index(path):
         index = json.loads(text)
         if index["version"] != VERSION or not index["samples"]:
             raise ValueError(f"version {index['version']!r:.20}, {len(index['samples'])} samples")
-        check_fields(index, dict(geometry=(is_geometry,), models=(is_text_dict,)))
+        check_fields(index, dict(geometry=(is_geometry,), models=(is_text_dict,), roots=(is_list, is_path)))
         samples = []
         for n, row in enumerate(index["samples"], 1):
             try:
@@ -85,7 +87,7 @@ def read_index(path):
         for encoded in (*sample.encodings, *sample.texts.values()):
             if encoded["file"].is_symlink():
                 stray_files.refuse_outside(encoded["file"], path.parent)
-    return samples, index["geometry"], index["models"]
+    return samples, index["geometry"], index["models"], index["roots"]
 
 
 # ---- what a field may hold: predicates of anything that JSON can hold -----------------------------------------------
@@ -263,9 +265,9 @@ def check_rows(tensors, file, rows, columns=None):
 
 def open_index(path, fingerprints, texts_of, args):
     """read_index -> (samples, geometry). InputError if other encoders have encoded them than those of these
-    fingerprints, or if a file is missing, or a text that texts_of(sample) asks for. A line says if pictures were edited
-    since."""
-    samples, geometry, encoded_by = read_index(path)
+    fingerprints, or if a file is missing, or a text that texts_of(sample) asks for. Lines say if pictures or
+    captions were edited since, and if there are more pairs, or less."""
+    samples, geometry, encoded_by, roots = read_index(path)
     # each encoder that is here must be the one that has encoded
     for encoder, here in fingerprints.items():
         if encoded_by.get(encoder, here) != here: # (tools/import_data.py does not know who encoded a cache)
@@ -280,10 +282,27 @@ def open_index(path, fingerprints, texts_of, args):
         for encoded in (*sample.encodings, *sample.texts.values()):
             if not encoded["file"].is_file():
                 raise InputError(f"{encoded['file']}: missing; copy the whole cache, or run cache.py again")
+    if changes := changes_since(samples, roots):
+        tell(f"warning: {path}: since it was made {changes}; it trains what was encoded; run cache.py again for the "
+             "others", file=sys.stderr)
     if edited := edited_pictures(samples, args.cache_dir):
         tell(f"warning: {path}: {len(edited)} of its pictures are not those that were encoded, for instance "
              f"{edited[0]}; it trains the encoded ones; run cache.py for the others", file=sys.stderr)
     return samples, geometry
+
+
+def changes_since(samples, roots):
+    """-> "2 captions were edited, 1 pairs are new, 1 are gone", as far as the datasets are here, or "" if none is."""
+    encoded = {(sample.root, sample.name): sample.prompts for sample in samples}
+    here, names = {}, set()
+    for root in roots:
+        with contextlib.suppress(InputError), contextlib.redirect_stderr(io.StringIO()): # it lies elsewhere by now
+            here |= {(sample.root, sample.name): sample.prompts for sample in dataset.read_dataset(root)[0]}
+            names.add(dataset.root_name(root))
+    counts = {"captions were edited": sum(here[key] != encoded[key] for key in here.keys() & encoded.keys()),
+              "pairs are new": len(here.keys() - encoded.keys()),
+              "pairs are gone": sum(key[0] in names for key in encoded.keys() - here.keys())}
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
 
 def edited_pictures(samples, cache_dir):

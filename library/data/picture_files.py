@@ -28,6 +28,7 @@ from PIL.ImageCms import Flags, Intent
 
 from common import InputError, MAX_PIXELS, tell
 from library.files import stray_files
+from library.models.host_memory import host_memory
 
 Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
 
@@ -406,6 +407,13 @@ Image.core.set_block_size(2**26)
 # needs more, such as a pair of the largest, is read alone.
 MOST = MAX_PIXELS * 3 // 2
 
+
+@functools.cache
+def pixels_that_fit():
+    """Those that half of the memory holds that is free at the first picture."""
+    free, _ = host_memory()
+    return free // 2 // 8
+
 turn = threading.Condition()
 held = {} # {thread: the pixels that it holds}
 
@@ -424,8 +432,9 @@ def reserve_pixels(paths):
         yield
         return
     pixels = sum(map(pixels_of, paths))
+    most = min(MOST, pixels_that_fit())
     with turn:
-        turn.wait_for(lambda: not held or sum(held.values()) + pixels <= MOST)
+        turn.wait_for(lambda: not held or sum(held.values()) + pixels <= most)
         held[thread] = pixels
     try:
         yield

@@ -45,7 +45,8 @@ def find_files(folder):
         dirs[:] = [name for name in dirs if not folders[name]] # those to walk
         for name in sorted([*names, *folders.keys() - dirs]):
             path = Path(root, name)
-            stem = path.relative_to(folder).with_suffix("").as_posix()
+            # what is in a cloud has the stem of its picture
+            stem = path.relative_to(folder).with_name(away_name(name) or name).with_suffix("").as_posix()
             kind = folders.get(name) or kind_of(path)
             found.setdefault((unicodedata.normalize("NFC", stem), kind), []).append(path)
     return dict(sorted(found.items()))

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from common import InputError, first_line
+from library.models.host_memory import host_memory
 
 def choose_blocks(offload, blocks):
     """-> the numbers of the blocks that --offload sends away, of so many: evenly spread, so that the blocks between two
@@ -34,16 +35,16 @@ def check_host(block, blocks, shards=1):
     """-> bytes of host memory that the frozen weights of so many blocks like this one take in this process, which holds
     one of `shards` parts of each. InputError if they do not fit: Linux would kill the process without a word."""
     need = blocks * sum(p.nbytes for name, p in block.named_parameters() if ".lora_" not in name) // shards
-    host, own = psutil.virtual_memory(), psutil.Process().memory_info()
+    (free, total), own = host_memory(), psutil.Process().memory_info()
     # Weights that were converted to another dtype are in memory already, and are freed as they are copied; all others
     # are mapped from files. So this much will become free, at most (on systems that tell).
     converted = own.rss - getattr(own, "shared", own.rss)
-    if need > host.available + converted:
-        raise too_little(blocks, need, f"{host.available / 2**30:.1f} are free")
+    if need > free + converted:
+        raise too_little(blocks, need, f"{free / 2**30:.1f} are free")
     # all processes of this host together: compared with its whole memory, as some may have taken theirs already
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if processes * need > host.total:
-        raise too_little(blocks, processes * need, f"{host.total / 2**30:.1f} are there for {processes} processes")
+    if processes * need > total:
+        raise too_little(blocks, processes * need, f"{total / 2**30:.1f} are there for {processes} processes")
     return need
 
 

@@ -33,7 +33,7 @@ import cache
 import common
 from library.data import dataset, index_file
 from library.files import tensor_files
-from library.models import environment
+from library.models import environment, host_memory
 import predict
 from tests.fake_card import card as fake
 from training import memory_fit
@@ -151,7 +151,7 @@ def run(script, flags, folder, card, env={}, prelude=""):
             cache.load_part = empty_part(on)
             environment.no_card = lambda: False
             host = SimpleNamespace(available=2**39, total=2**39) # what is pinned takes no memory, too
-            psutil.virtual_memory = lambda: host
+            psutil.virtual_memory, host_memory.OWN_GROUPS = lambda: host, "/nowhere"
             on.__enter__()
             if "WORLD_SIZE" in env:
                 fake.join_group(on)
