@@ -134,7 +134,7 @@ from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dic
 
 import cache
 from library.lora import lora_file, lora_linear
-from library.lora.lora_file import PLAIN, config_of, read_lora, with_prefix
+from library.lora.lora_file import PLAIN, config_of, read_lora, scales_of, with_prefix, write_lora
 from library.models import devices, model_files, offloading, one_file, quantization, sharding
 from rope_patch import blocks_of, patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
@@ -267,30 +267,19 @@ def load_weights(transformer, state, path):
     check_fit(transformer, state, path)
     set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
 
-def save_lora(path, transformer, train, fold=False):
-    """The adapter "default" as diffusers' file: its key names, rank and alpha in its metadata. train: a dictionary of
-    our own entries there. fold: for use. The scale (alpha / rank) goes into lora_B, and alpha becomes the rank, because
-    ComfyUI reads no metadata and takes alpha for the rank. If that changes lora_B, the entry `folded` has each layer's
-    scale, for a training that goes on from this file. Not folded, for --resume: the weights are as trained, bit for
-    bit, and the file is too strong or too weak in ComfyUI if alpha is not the rank."""
-    state = get_peft_model_state_dict(transformer)
-    config = transformer.peft_config["default"].to_dict()
-    # the full names of its layers: peft warns about names that fit no layer, and if exclude_modules finds nothing. And
-    # no dropout, which in stock diffusers would be at work when pictures are generated
-    layers = sorted({key.rsplit(".lora_", 1)[0] for key in state})
-    config.update(target_modules=layers, exclude_modules=None, lora_dropout=0.0)
-    if fold:
-        scales = {layer: transformer.get_submodule(layer).scaling["default"] for layer in layers}
-        for layer, scale in scales.items():
-            key = f"{layer}.lora_B.weight"
-            state[key] = state[key] * scale # (not in place: it is the model's)
-        if {*scales.values()} != {1.0}:
-            train = train | dict(folded=scales)
-        config.update(use_rslora=False, lora_alpha=config["r"], alpha_pattern=config["rank_pattern"])
+def save_lora(path, transformer, train):
+    """Writes the adapter "default" for use, as library/lora/lora_file.py says: the scale goes into lora_B. If that
+    changes lora_B, the entry `folded` has each layer's scale, for a training that goes on from this file. train: a
+    dictionary of our own entries."""
+    state, scales = get_peft_model_state_dict(transformer), scales_of(transformer)
+    for layer, scale in scales.items():
+        key = f"{layer}.lora_B.weight"
+        state[key] = state[key] * scale # (not in place: it is the model's)
+    if {*scales.values()} != {1.0}:
+        train = train | dict(folded=scales)
     tensor_files.refuse_not_finite(path, state, "start a new run with a lower --lr (--pretrained_lora takes an earlier "
                                    "checkpoint)")
-    meta = with_prefix("transformer", config) | with_prefix("train", train)
-    tensor_files.write_tensors(path, with_prefix("transformer", state), meta, "lora_adapter_metadata")
+    write_lora(path, with_prefix("transformer", state), train)
 
 # ---- sampling: what the stock pipeline computes ----------------------------------------------------------------------
 

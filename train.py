@@ -160,7 +160,7 @@ dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gra
 # LoRAs are read now, as a model may be downloaded next; and once, so they are what their hashes say.
 sample_loras = [lora_file.read_lora(path) for path in sample_lora_files]
 pretrained = None
-if pretrained_file: # a finished run's comes at the scale at which it was trained, like a checkpoint's
+if pretrained_file: # one of ours comes at the scale at which it was trained
     pretrained = lora_file.unfold(lora_file.read_lora(pretrained_file))
 pretrained_hash = pretrained.hash if pretrained else None
 
@@ -368,7 +368,8 @@ def write_checkpoint(path, step, optimizer):
     to rename folders. training/preflight.py tries this before the first step, with an optimizer of its own."""
     try:
         with optimizers.averaged_weights(optimizer):
-            resume.save_optimizer(path, optimizer, lora, step=step, config=config)
+            trained = resume.as_trained(transformer, lora)
+            resume.save_optimizer(path, optimizer, lora, trained, step=step, config=config, date=meta["date"])
             predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
     finally:
         if path.is_dir() and not (path / LORA_FILE).exists(): # the next try needs the room of this half
@@ -415,9 +416,9 @@ def make_model(weights):
 def check_before_encoding():
     """Tries on shapes, without weights, whether LoRAs and flags fit the model, and whether the disk has room for the
     checkpoints -> {part: hash of its files}. InputError says what does not."""
-    _, shapes = make_model(weights=False)
+    model, shapes = make_model(weights=False)
     common.on_first_process(partial(run_folder.check_room, out_dir, sum(p.numel() for p in shapes.values()), args.keep,
-                                    args.ema))
+                                    args.ema, resume.as_trained(model, shapes)))
     # 58 GB take a minute: the first process reads them, the others find its answers (on other machines they read, too)
     common.on_first_process(lambda: list(map(hash_part, models.values())))
     return {part: hash_part(place) for part, place in models.items()}
@@ -649,7 +650,9 @@ config = resume.compared_settings(args, pretrained_hash=pretrained_hash, geometr
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 around = versions | describe_environment() | dict(script=common.file_hash(__file__)[:12])
 base = lora_file.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
-meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
+date = checkpoint.info.get("date") if checkpoint else None # a resumed run keeps its own: its file does not differ
+meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, run=out_dir.resolve().name,
+            date=str(date or time.strftime("%Y-%m-%d", time.gmtime())), **base)
 
 if val_samples: # a validation also draws pictures
     drawer = validation.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir,
@@ -792,13 +795,12 @@ finally:
 # ---- the end: if a kill interrupts it, --resume repeats it -----------------------------------------------------------
 
 # The finished LoRA, a last validation (which a signal does not end), and then DONE, which marks both as complete.
-# `fold` puts the LoRA's scale into its weights, because ComfyUI does not read it; checkpoints stay as trained.
 if stop:
     say(f"{out_dir}: stopped by a signal after step {step}; the same command with --resume continues it")
 else:
     with optimizers.averaged_weights(optimizer):
         if rank == 0:
-            predict.save_lora(out_dir / LORA_FILE, transformer, dict(step=step, **meta), fold=True)
+            predict.save_lora(out_dir / LORA_FILE, transformer, dict(step=step, **meta))
         if val_samples:
             validate(step)
     if rank == 0:

@@ -266,7 +266,6 @@ def test_a_scale_that_makes_inf_of_a_finite_lora_is_not_saved(tmp_path):
     transformer = predict.load_transformer(TINY, "float32")
     lora = predict.add_lora(transformer, r=1, lora_alpha=1e6, target_modules=["to_q"])
     next(p for name, p in lora.items() if "lora_B" in name).data.fill_(1e35)
-    predict.save_lora(tmp_path / "a.safetensors", transformer, {})
     with refused(tmp_path / "b.safetensors", "lora_B"):
-        predict.save_lora(tmp_path / "b.safetensors", transformer, {}, fold=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+        predict.save_lora(tmp_path / "b.safetensors", transformer, {})
+    assert not [*tmp_path.iterdir()]

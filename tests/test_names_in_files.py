@@ -214,6 +214,7 @@ ALLOWED = {
         "try_schedule": {"FlowMatchEulerDiscreteScheduler.from_config(content)": FILES}},
     "library/models/devices.py": {"find_devices": {"setattr(name)": "names of flags"},
                                   "find_flash": {"find_spec(package)": OWN}},
+    "tools/convert_lora.py": {"left_out": {"re.match(LEFT_OUT[to])": OWN}},
     "library/files/tensor_files.py": {"family_of": {"re.search(pattern)": OWN}},
     "library/cli/command_line.py": {"parse_args": {"find_spec(PACKAGES[value])": OWN, "getattr(flag)": OWN}},
     "library/lora/lora_paths.py": {"numbered": {"re.fullmatch(re.escape(name) + '-\\\\d{1,12}')": "escaped"}},

@@ -82,9 +82,10 @@ def test_fsdp_is_data_parallel_bit_for_bit_and_takes_turns(tmp_path, small, star
     flags = [*small.flags, *ADAMW, "--batch_size", 3, "--max_tokens", 100, "--max_steps", 4]
 
     def train_on(out_dir, n, *more):
-        processes = start_ranks(start, *flags, *more, "--out_dir", tmp_path / out_dir, preludes=[None] * n)
+        processes = start_ranks(start, *flags, *more, "--out_dir", tmp_path / out_dir / "run", preludes=[None] * n)
         assert not any([p.wait() for p in processes]), [p.output() for p in processes]
-        return losses_of(log_of(tmp_path / out_dir)), (tmp_path / out_dir / predict.LORA_FILE).read_bytes()
+        run = tmp_path / out_dir / "run" # (a file's title is its run's name)
+        return losses_of(log_of(run)), (run / predict.LORA_FILE).read_bytes()
     dp, fsdp = train_on("dp", ranks), train_on("fsdp", ranks, "--fsdp")
     assert dp == fsdp
     one = train_on("one", 1)[0]

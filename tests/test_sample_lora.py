@@ -8,6 +8,7 @@ import shlex
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import cache
 from library.data import picture_files
@@ -59,8 +60,9 @@ def predicted(tmp_path, flags, loras, *more):
     return pictures_of(out)
 
 def files_of(run):
-    """-> {name: bytes} of a run's LoRAs and checkpoints."""
-    return {path.relative_to(run): path.read_bytes() for path in run.rglob("*.safetensors")}
+    """-> {name: {tensor's name: bytes}} of a run's LoRAs and checkpoints."""
+    return {path.relative_to(run): {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
+            for path in run.rglob("*.safetensors")}
 
 def test_a_validation_generates_what_predict_py_does_and_the_training_feels_nothing(tmp_path, flags, other):
     """To the bit: each step's pictures are predict.py's with its checkpoint and the other LoRA, those of the base are

@@ -41,7 +41,7 @@ MOMENTS = [ # of the life of a run
     ("library.models.devices", "memory_of", 2, None, False), # between the log and the first checkpoint
     ("predict", "save_lora", 1, None, True), # half a checkpoint
     ("library.models.devices", "memory_of", 4, None, False), # between two checkpoints
-    ("predict", "save_lora", 1, "fold", False), ("predict", "save_lora", 1, "fold", True), # the finish
+    ("predict", "save_lora", 2, None, False), ("predict", "save_lora", 2, None, True), # the finish, in its trial
     ("common", "write_file", 1, "DONE", False), ("common", "write_file", 1, "DONE", True)]
 
 def test_one_command_repeated_after_a_kill_at_any_moment_is_the_unbroken_run(tmp_path, small, start, unbroken):

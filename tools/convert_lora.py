@@ -1,13 +1,15 @@
 """
-Converts a LoRA: for ComfyUI, to our format (which is diffusers'), or to a complete model into which it is merged.
+Converts a LoRA for the program that will use it, or to a complete model into which it is merged.
 
 LORA is what predict.py --lora accepts: a file of any trainer, a run folder, a folder that peft has written, or
 user/repo on the hub. Of a LoKr or LoHa it makes a LoRA of at most --rank: the nearest one, and the command prints how
-far it is off. ComfyUI can load the file of a finished run without conversion. Convert a checkpoint for it if it is an
-rsLoRA, or if --lora_alpha was not the rank. You can train another LoRA on a merged model. Its weights are rounded once,
-to --dtype; the command prints how far that puts the change by the LoRAs off.
+far it is off. diffusers, ComfyUI, InvokeAI, stable-diffusion.cpp, OneTrainer and SimpleTuner load the file of a run, or
+of a checkpoint, without conversion. For other programs the names of the layers change: --to mflux. The command prints
+how the program loads what it has made. You can train another LoRA on a merged model. Its weights are rounded once, to
+--dtype; the command prints how far that puts the change by the LoRAs off.
 
-$ python tools/convert_lora.py out/RUN --to comfyui --out snow.safetensors
+$ python tools/convert_lora.py out/RUN --to sglang --out snow.safetensors
+$ python tools/convert_lora.py out/RUN --to vllm-omni --out snow
 $ python tools/convert_lora.py PEFT_FOLDER --to diffusers --out snow.safetensors
 $ python tools/convert_lora.py lokr.safetensors --rank 128 --to diffusers --out snow.safetensors
 $ python tools/convert_lora.py out/RUN LIGHTNING --scale 0.8 1 --model Qwen/Qwen-Image-Edit-2509 --to model --out merged
@@ -49,26 +51,95 @@ def layers_of(lora):
     return {layer: (peft_config.scale_of_layer(lora.path, config, layer, len(a)), a, b)
             for layer, (a, b) in matrices.items()}
 
-def convert(lora, to, out):
-    """Writes a Lora as a file for ComfyUI or diffusers."""
+# Each program, how it names layers (FORMS), and how it loads FILE (LOADED)
+PROGRAMS = """
+diffusers   transformer      pipe.load_lora_weights('FILE')
+invokeai    transformer      install FILE, and set its weight to 1 where the page starts at 0.75
+sd.cpp      transformer      --lora-model-dir with the folder of FILE, and <lora:NAME:1> in the prompt, its name
+onetrainer  transformer      FILE as the LoRA base model, and a layer filter that selects just its layers
+simpletuner transformer      --init_lora FILE --lora_rank RANK, without --lora_alpha
+comfyui     diffusion_model  copy FILE to models/loras; node LoraLoaderModelOnly, strength 1
+diffsynth   diffusion_model  pipe.load_lora(pipe.dit, 'FILE'), then edit_image=[picture], and zero_cond_t=True for 2511
+sglang      diffusion_model  --lora-path FILE; "did not match any LoRA layer" in its log means that it draws the base
+mflux       diffusion_model  --lora FILE 1
+lightx2v    diffusion_model  "lora_configs": [{"path": "FILE", "strength": 1.0}] in its config
+ai-toolkit  diffusion_model  network: type: lora, linear: RANK, pretrained_lora_path: FILE
+musubi      lora_unet        --network_weights FILE --network_dim RANK --network_alpha RANK, never --dim_from_weights
+kohya       lora_unet        --network_weights FILE --network_dim RANK --network_alpha RANK
+vllm-omni   folder           --lora-path FILE --lora-scale 1, one at a time; without a negative_prompt no guidance
+"""
+FORMS, LOADED = {}, {}
+for line in PROGRAMS.strip().splitlines():
+    program, FORMS[program], LOADED[program] = line.split(None, 2)
+OUTSIDE = r"(?!transformer_blocks)" # of the blocks
+LEFT_OUT = {"mflux": OUTSIDE + r"|.*_mod\.", **dict.fromkeys(["ai-toolkit", "musubi", "kohya"], OUTSIDE)} # layers
+
+def pairs_of(lora):
+    """A Lora -> ({layer: (lora_A, lora_B)}, our entries {name: value}) with the scales in lora_B. Programs that compute
+    q, k and v at once want all three or take none, so that a missing one becomes zeros: of each LoRA of ours
+    the last block's add_q_proj, whose output nothing reads."""
     import torch
     from library.lora import lora_file
-    train = {k: v for k, v in lora.meta.items() if k.startswith("train.")}
-    if to == "diffusers":
-        meta = lora_file.with_prefix("transformer", lora_file.config_of(lora)) | train
-        return tensor_files.write_tensors(out, lora.state, meta, "lora_adapter_metadata", NOTHING)
-    tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in lora.state.items()}
-    for layer, (scale, a, _) in layers_of(lora).items(): # ComfyUI divides an alpha by the rank
-        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(scale * len(a))
-    # not as lora_adapter_metadata: diffusers would read rank and alpha there, and apply them a second time
-    tensor_files.write_tensors(out, tensors, train, "train", NOTHING)
+    layers = layers_of(lora_file.unfold(lora))
+    train = {key.removeprefix("train."): value for key, value in lora.meta.items() if key.startswith("train.")}
+    train, pairs = train | lora_file.training_of(lora), {}
+    for layer, (scale, a, b) in layers.items():
+        # (only another scale wants fp32, as a product in half precision is rounded)
+        pairs[layer] = (a, b) if scale == 1 else (a.float(), scale * b.float())
+    for layer, (a, b) in [*pairs.items()]:
+        block, found, _ = layer.partition(".attn.add_")
+        for third in "qkv" if found else "":
+            pairs.setdefault(f"{block}.attn.add_{third}_proj", (torch.zeros_like(a), torch.zeros_like(b)))
+    if "folded" in train: # a training that goes on from it looks them all up
+        train["folded"] = dict.fromkeys(pairs, 1.0) | {layer: scale for layer, (scale, _, _) in layers.items()}
+    return pairs, train
+
+def convert(lora, to, out):
+    """Writes a Lora as this program reads it -> lines: what the program leaves out, and how it loads the file."""
+    import torch
+    from torch.nn.functional import pad
+    from library.lora import lora_file
+    form, (pairs, train) = FORMS[to], pairs_of(lora)
+    rank, tensors, file = max(len(a) for a, _ in pairs.values()), {}, out
+    for layer, (a, b) in pairs.items():
+        name, halves = f"{form}.{layer}", ("lora_A", "lora_B")
+        if form in ("lora_unet", "folder"): # where one number stands for all ranks, zeros fill up the smaller ones
+            more = rank - len(a)
+            a, b = pad(a, (0, 0, 0, more)), pad(b, (0, more))
+        if form == "folder":
+            name = f"transformer.{layer.replace('.to_out.0', '.to_out')}" # as vLLM-Omni calls it
+        if form == "lora_unet":
+            name, halves = f"lora_unet_{layer.replace('.', '_')}", ("lora_down", "lora_up")
+            tensors[f"{name}.alpha"] = torch.tensor(float(rank))
+        tensors |= {f"{name}.{half}.weight": matrix for half, matrix in zip(halves, (a, b))}
+    if form == "transformer":
+        lora_file.write_lora(out, tensors, train, NOTHING)
+    else: # not as lora_adapter_metadata: diffusers would look for its names
+        if form == "folder":
+            file, config = out / lora_paths.PEFT_FILE, dict(peft_type="LORA", r=rank, lora_alpha=rank)
+            common.write_file(out / "adapter_config.json", json.dumps(config).encode(), NOTHING)
+        meta, notes = lora_file.with_prefix("train", train), lora_file.notes_of(out, rank, train)
+        tensor_files.write_tensors(file, tensors, meta, "train", NOTHING, notes)
+    way = LOADED[to].replace("RANK", str(rank)).replace("'FILE'", repr(str(out)))
+    return [*left_out(pairs, to), f"{to}: {way.replace('FILE', common.shell_command([out]))}"]
+
+def left_out(pairs, to):
+    """-> a line if this program leaves out layers of these pairs."""
+    from library.lora import foreign_loras
+    if to not in LEFT_OUT:
+        return []
+    sizes = {layer: square(b.float() @ a.float()) for layer, (a, b) in pairs.items()}
+    lost = {layer: size for layer, size in sizes.items() if re.match(LEFT_OUT[to], layer)}
+    share = foreign_loras.relative_error(sum(lost.values()), sum(sizes.values()))
+    return [f"warning: {to} leaves out {len(lost)} of {len(sizes)} layers, {share:.1%} of the change by its norm, for "
+            f"instance {layer}" for layer in [*lost][:1]]
 
 # ---- a model with LoRAs in it ----------------------------------------------------------------------------------------
 
 def merge(loras, scales, model, dtype, out):
     """Writes a complete model folder, in which the LoRAs [Lora] are added to the transformer's weights and the other
-    parts are copies -> a line that says how far rounding puts the change off. The folder appears under its name only
-    when it is complete."""
+    parts are copies -> lines: how far rounding puts the change off, and whether the folder's name misleads. The folder
+    appears under its name only when it is complete."""
     import cache
     import predict
     from safetensors import SafetensorError
@@ -80,7 +151,7 @@ def merge(loras, scales, model, dtype, out):
         stray_files.refuse_outside(file, folder)
     read = [*copied, *(folder / "transformer").iterdir()]
     before = list(map(identity, read))
-    compare_bases(loras, model, folder)
+    base = compare_bases(loras, model, folder)
     transformer = predict.load_transformer(folder, dtype)
     line = add_loras(transformer, folder / "transformer", loras, scales, dtype)
     tmp = out.with_name(f".tmp-{secrets.token_hex(8)}")
@@ -102,7 +173,12 @@ def merge(loras, scales, model, dtype, out):
         raise common.disk_error(f"--out {out}", OSError(int(number or 0), common.first_words(e)))
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    return line
+    # as those two have it in the names of folders
+    kind = "2511" if base["zero_cond_t"] else dict(QwenImageEditPlusPipeline="2509").get(base["pipeline"], "")
+    name = f"Qwen-Image-Edit-{kind}".rstrip("-")
+    if name in out.name:
+        return [line]
+    return [line, f"{out}: SGLang and mflux take a model's kind from its folder's name; for them call it {name}-..."]
 
 def identity(file):
     """What is another if another file has come to this place, or other content. (Not the time of its last change of any
@@ -186,14 +262,16 @@ def rounded(weight, change, dtype):
     return (weight + factor * change).to(dtype), factor
 
 def compare_bases(loras, model, folder):
-    """A line for each LoRA that was trained on another model than this one, which is in this folder."""
+    """A line for each LoRA that was trained on another model than this one, which is in this folder -> base_of's."""
     import cache
     from library.lora import lora_file
     weights = None
     if any("model_hash" in lora_file.training_of(lora) for lora in loras): # else 41 GB need not be read
         with tempfile.TemporaryDirectory() as tmp:
             weights = cache.hash_part(folder / "transformer", tmp)
-    lora_file.warn_other_base(loras, lora_file.base_of(model, None, folder, folder, weights))
+    base = lora_file.base_of(model, None, folder, folder, weights)
+    lora_file.warn_other_base(loras, base)
+    return base
 
 def copy_file(source, target):
     """Hard-links a large file, where the disk allows it. Copies other files, so that a user can edit the copies."""
@@ -221,8 +299,9 @@ def main():
     parser = command_line.Parser(__doc__)
     parser.add_argument("lora", nargs="+", type=Path, help="the LoRA; several only with --to model")
     flag = parser.group("flags")
-    flag("--to", None, "what to convert it to", choices=["comfyui", "diffusers", "model"], required=True)
-    flag("--out", None, "the .safetensors file to write; with --to model the folder to write", type=Path, required=True)
+    flag("--to", None, "the program that will load it, or a merged model", choices=[*FORMS, "model"], required=True)
+    flag("--out", None, "the .safetensors file to write; with --to model or vllm-omni the folder to write", type=Path,
+         required=True)
     flag("--model", None, "with --to model: hub id or folder of the base model (default: tiny)")
     flag("--scale", None, "with --to model: one number for each LoRA (default: 1)", type=number(float, -10, 10),
          nargs="+")
@@ -234,7 +313,7 @@ def main():
     if args.to != "model" and (len(args.lora) > 1 or args.model or args.scale or args.dtype):
         parser.error(f"argument --to: {args.to} works with one LoRA, without --model, --scale and --dtype; leave the "
                      "others out")
-    if args.to != "model" and args.out.suffix != ".safetensors":
+    if args.to not in ("model", "vllm-omni") and args.out.suffix != ".safetensors":
         parser.error(f"argument --out: {args.out} does not end in .safetensors; give "
                      + str(args.out / "NAME.safetensors" if args.out.is_dir() else f"{args.out}.safetensors"))
     if args.scale and len(args.scale) != len(args.lora):
@@ -252,10 +331,10 @@ def main():
     lines = [f"{args.out}: {' + '.join(map(str, args.lora))} as {args.to}"]
     if args.to == "model":
         scales = args.scale or [1.0] * len(loras)
-        lines.append(merge(loras, scales, args.model or "tiny", args.dtype or "bfloat16", args.out))
+        lines += merge(loras, scales, args.model or "tiny", args.dtype or "bfloat16", args.out)
         lines += sizes_of_training(loras, args.out)
     else:
-        convert(loras[0], args.to, args.out)
+        lines += convert(loras[0], args.to, args.out)
     tell(*lines)
 
 if __name__ == "__main__":

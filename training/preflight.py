@@ -12,7 +12,6 @@ the first have matrices of one column or row, so that this takes a second, too.
 """
 import contextlib
 import gc
-import math
 import random
 import shutil
 from dataclasses import replace
@@ -77,11 +76,9 @@ def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, met
         write_checkpoint(folder / "checkpoint-000001", 1, optimizer)
         trained = lora | {name: p for name, p in transformer.named_parameters() if p.requires_grad}
         with averaged_weights(optimizer):
-            predict.save_lora(folder / predict.LORA_FILE, transformer, dict(step=1, **meta), fold=True)
+            predict.save_lora(folder / predict.LORA_FILE, transformer, dict(step=1, **meta))
             trained = {name: p.detach().to("cpu", copy=True) for name, p in names_in_file(trained).items()}
-    scales = {name: module.scaling["default"] for name, module in transformer.named_modules()
-              if isinstance(module, LoraLayer) and "default" in module.scaling}
-    return trained, scales, firsts
+    return trained, predict.scales_of(transformer), firsts
 
 
 @contextlib.contextmanager
@@ -112,11 +109,13 @@ def random_numbers(transformer, lora):
 def find_wrong(folder, optimizer, trained, scales, firsts, second):
     """-> what of write_files' answer does not come back from its files, in words; None if all does. second: an empty
     transformer, which gets both LoRAs, as far as they are whole."""
-    checkpoint, finished = folder / "checkpoint-000001", predict.read_lora(folder)
+    checkpoint = folder / "checkpoint-000001"
+    of_checkpoint, finished = predict.read_lora(checkpoint), predict.read_lora(folder)
     folded = dict(trained)
     for layer, scale in scales.items():
         folded[f"transformer.{layer}.lora_B.weight"] = scale * trained[f"transformer.{layer}.lora_B.weight"]
     for what, read, wanted in (("a checkpoint", read_checkpoint(checkpoint, optimizer).lora, trained),
+                               ("a checkpoint's LoRA", of_checkpoint.state, folded),
                                ("the finished LoRA", finished.state, folded)):
         for name in sorted(read.keys() ^ wanted.keys()):
             return f"{what} has {name}, which is not trained" if name in read else f"{what} lacks {name}"
@@ -128,13 +127,13 @@ def find_wrong(folder, optimizer, trained, scales, firsts, second):
         if n not in firsts:
             narrow.update(block.modules())
     places = {f"transformer.{name}" for name, module in second.named_modules() if module not in narrow}
-    for adapter, lora in (("trained", predict.read_lora(checkpoint)), ("finished", finished)):
+    for adapter, lora in (("checkpoint", of_checkpoint), ("finished", finished)):
         whole = {name: tensor for name, tensor in lora.state.items() if name.rsplit(".lora_", 1)[0] in places}
         predict.load_lora(second, adapter, replace(lora, state=whole))
     for layer in (layer for layer in scales if f"transformer.{layer}" in places):
         found = second.get_submodule(layer).scaling
-        if not math.isclose(found["trained"], scales[layer], rel_tol=1e-6) or found["finished"] != 1:
-            return f"{layer} is trained at a scale of {scales[layer]:g}, and loaded at {found['trained']:g}"
+        if found["checkpoint"] != 1 or found["finished"] != 1:
+            return f"{layer} is loaded at scales of {found['checkpoint']:g} and {found['finished']:g}, not 1"
     return None
 
 

@@ -41,7 +41,7 @@ LEFT_OUT = "--resume --out_dir --lora_rank --lora_alpha --lora_targets --lora_ar
 @dataclass
 class Checkpoint:
     path: Path # its folder
-    lora: dict # {diffusers' name: tensor}
+    lora: dict # {diffusers' name: tensor}, as it was trained
     tensors: dict # the optimizer's: {"exp_avg.PARAMETER": tensor}
     info: dict # step, config, and `optimizer`: the rest of its state, as save_optimizer writes it
 
@@ -54,6 +54,7 @@ def read_checkpoint(path, optimizer=""):
     lora, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
     refuse_long_state(path / OPTIMIZER_FILE, lora, optimizer)
     tensors, info = read_optimizer(path)
+    lora |= {name: tensors.pop(f"trained.{name}") for name in lora if f"trained.{name}" in tensors}
     # both files must be of the step in the folder's name
     if not meta.get("train.step") == info.get("step") == number_of(path):
         raise InputError(f"{path}: its files do not belong together; it is damaged")
@@ -78,7 +79,8 @@ def refuse_long_lora(file):
 
 def refuse_long_state(file, lora, optimizer):
     """InputError for more bytes than an optimizer can keep for this LoRA. In fp32 torch's keep at most three moments of
-    a matrix, and --ema its average and its trained weights; SOAP and Shampoo a few squares of its longer side, too."""
+    a matrix, and --ema its average and its trained weights; SOAP and Shampoo a few squares of its longer side, too. And
+    there may be lora_B as it was trained."""
     if optimizer.startswith("torch.optim."):
         numbers = sum(6 * tensor.numel() for tensor in lora.values())
     else:
@@ -189,11 +191,20 @@ def from_its_lora(out_dir):
 # ---- LoRA and optimizer of a checkpoint ------------------------------------------------------------------------------
 
 
-def save_optimizer(folder, optimizer, lora, **info):
-    """Writes an optimizer's state_dict() into a checkpoint's folder, its tensors as EXP_AVG.PARAMETER. lora: {name:
-    parameter}; info: step and config. To be called within averaged_weights. InputError for state that is neither a
-    tensor nor JSON."""
-    tensors, state, names = {}, optimizer.state_dict(), names_of(optimizer, lora)
+def as_trained(transformer, lora):
+    """-> {name in a LoRA's file: parameter} of those that the file of a checkpoint, which is for use, has with another
+    scale. lora: {name: parameter}."""
+    parameters, scales = names_in_file(lora), lora_file.scales_of(transformer)
+    scaled = [f"transformer.{layer}.lora_B.weight" for layer, scale in scales.items() if scale != 1]
+    return {name: parameters[name] for name in scaled}
+
+
+def save_optimizer(folder, optimizer, lora, trained={}, **info):
+    """Writes an optimizer's state_dict() into a checkpoint's folder, its tensors as EXP_AVG.PARAMETER, and beside them
+    as_trained's. lora: {name: parameter}; info: step, config and date. To be called within averaged_weights. InputError
+    for state that is neither a tensor nor JSON."""
+    tensors, state = lora_file.with_prefix("trained", trained), optimizer.state_dict()
+    names = names_of(optimizer, lora)
     try:
         # by name, and not by number, as another version of diffusers may have another order of layers
         saved = {names[n]: to_json(values, names[n], tensors) for n, values in state["state"].items()}

@@ -197,13 +197,13 @@ def is_record(line, step):
 # ---- room for checkpoints, and which of them go ----------------------------------------------------------------------
 
 
-def check_room(folder, numbers, keep, ema=0):
+def check_room(folder, numbers, keep, ema=0, trained={}):
     """InputError if a checkpoint of so many LoRA parameters does not fit: fp32, and as much twice for an optimizer such
-    as AdamW, four times with --ema, which adds the average and the trained weights. A warning if --keep do not, with
-    the one that is written before the oldest is deleted, and the LoRA."""
-    files = 4 * numbers, (16 if ema else 8) * numbers
+    as AdamW, four times with --ema, which adds the average and the trained weights; and as_trained's. A warning
+    if --keep do not, with the one that is written before the oldest is deleted, and the LoRA."""
+    files = 4 * numbers, (16 if ema else 8) * numbers + 4 * sum(p.numel() for p in trained.values())
     size = sum(files)
-    more = max(keep + 1 - len(checkpoints(folder)), 1)
+    others = max(keep + 1 - len(checkpoints(folder)), 1)
     usage = shutil.disk_usage(folder)
     free = usage.free if usage.total else math.inf # unknown
     if size <= min(free, TRIED):
@@ -211,9 +211,9 @@ def check_room(folder, numbers, keep, ema=0):
     if free < size:
         raise InputError(f"{folder}: has room for {free / 1e9:.3g} GB, and a checkpoint takes {size / 1e9:.3g} GB; "
                          "free some space, or give a folder on another disk")
-    if free < more * size + files[0]:
+    if free < others * size + files[0]:
         warn_once(f"warning: {folder}: has room for {int(free // size)} more checkpoints of {size / 1e9:.3g} GB, and "
-                  f"--keep {keep} will need {more}, and the finished LoRA; free some space")
+                  f"--keep {keep} will need {others}, and the finished LoRA; free some space")
 
 
 def room_for(folder, sizes):

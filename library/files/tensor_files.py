@@ -32,16 +32,25 @@ SIGNED = re.compile(r'\{".{6}": .{1,3}, ".{6}": ".{64}"')
 class OtherVersion(InputError):
     """A file that another version of this project has written, and this one cannot use."""
 
-def write_tensors(path, tensors, meta, meta_key="json", mark=b""):
-    """A safetensors file that carries content_digest: it is made with zeros where the digest will stand, the first in
-    the file; the digest takes their place. Metadata is one JSON string, because safetensors orders several metadata
-    keys at random. Tensors go to the CPU. mark: as for write_file."""
+def write_tensors(path, tensors, meta, meta_key="json", mark=b"", notes=None):
+    """A safetensors file that carries content_digest: our entry of its header is made with zeros where the digest will
+    stand. notes: {name: text} of other entries, which come with a hash of the tensors; ours says them, too, as they
+    count for the digest. The header is put together here, because safetensors orders its entries at random. Tensors go
+    to the CPU. mark: as for write_file."""
     import safetensors.torch
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()} # some share memory
     about = {"format": FORMAT, "sha256": NO_DIGEST, "tensors": rows_of(tensors), **meta}
+    data = safetensors.torch.save(tensors)
+    header, tail = read_header(io.BytesIO(data)), memoryview(data)[8 + int.from_bytes(data[:8], "little"):]
+    if notes:
+        digest = hashlib.sha256(tail).hexdigest()
+        notes = notes | {"sshs_model_hash": digest, "modelspec.hash_sha256": f"0x{digest}"}
+        about["notes"] = notes
     text = json.dumps(about, default=sorted) # sets become lists
-    data = safetensors.torch.save(tensors, {meta_key: text})
-    write_file(path, data.replace(NO_DIGEST.encode(), content_digest(data, text).encode(), 1), mark)
+    entries = {meta_key: text.replace(NO_DIGEST, content_digest(data, text), 1)} | (notes or {})
+    head = json.dumps({"__metadata__": entries} | header, separators=(",", ":"), ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8) # the tensors begin at a multiple of 8
+    write_file(path, b"".join([len(head).to_bytes(8, "little"), head, tail]), mark)
 
 def rows_of(tensors):
     """-> a text for each tensor, by which is_changed tells a change of another program from damage."""
@@ -79,12 +88,15 @@ def read_tensors(path, meta_key="json", key=None, data=None, note=None):
         meta = json.loads(entries[meta_key])
         number, digest, _ = [meta.pop(name, "") for name in ("format", "sha256", "tensors")]
         unsigned = entries[meta_key].replace(digest, NO_DIGEST, 1)
-        intact = number == FORMAT and content_digest(data, unsigned) == digest
+        written, found = [[f"{name} {text}" for name, text in notes.items() if name != meta_key]
+                          for notes in (meta.pop("notes", {}), entries)]
+        edited = is_changed(written, found) # and not just a flipped bit
+        intact = number == FORMAT and content_digest(data, unsigned) == digest and (edited or written == found)
     except Exception as e: # it is missing, or a foreign file, which can fail in any way
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {first_words(e)}); {fix}")
     if not intact: # of another version, changed by another program, or damaged
         judge(path, tensors, entries[meta_key], fix, note)
-    elif note and len(entries) > 1:
+    elif note and edited:
         note(f"warning: {path}: its header was edited since it was written; its tensors are intact")
     if key and (meta.get("key"), meta.get("version")) != (key, VERSION):
         raise InputError(f"{path}: holds {meta.get('key')} of version {meta.get('version')}, want {VERSION}; {fix}")
@@ -133,8 +145,8 @@ def cast_from(written, rows, now):
 
 
 def is_changed(written, found):
-    """Whether the rows of a file's tensors differ from those that were written by more than a flipped bit, in one of
-    these or in the header that they are made from. It cannot alter how many there are."""
+    """Whether the rows of a file's tensors, or of its notes, differ from those that were written by more than a flipped
+    bit, in one of these or in the header that they are made from. It cannot alter how many there are."""
     lost, new = sorted({*written} - {*found}), sorted({*found} - {*written})
     if len(written) != len(found) or len(lost) != 1 or len(new) != 1:
         return lost != new

@@ -16,7 +16,7 @@ from statistics import mode
 
 import safetensors.torch
 
-from common import InputError, MAX_PIXELS, first_words, warn_once
+from common import InputError, MAX_PIXELS, first_words, printable, warn_once
 from library.files import tensor_files
 from library.lora import foreign_loras
 from library.lora.lora_paths import find_lora
@@ -181,12 +181,42 @@ def with_prefix(prefix, named):
     return {f"{prefix}.{name}": value for name, value in named.items()}
 
 
-# ---- a finished run's file, for a training that goes on from it ------------------------------------------------------
+# ---- writing: files for use, which say by their tensors alone what they change ---------------------------------------
+
+# Many programs read no header, and some no alpha tensors, but all of them take a missing alpha for the rank. So each
+# file that we write has the scale (alpha / rank) in lora_B, and an alpha that is the rank.
+
+def scales_of(transformer):
+    """-> {layer: scale} of its adapter "default"."""
+    return {name: module.scaling["default"] for name, module in transformer.named_modules()
+            if "default" in getattr(module, "scaling", {})}
+
+def write_lora(path, state, train, mark=b""):
+    """Writes a LoRA whose scales are 1 as diffusers' file. Its header has no other fields of LoraConfig than decide
+    something, as an older peft refuses a newer one's. state: as in Lora; train: a dictionary of our own entries; mark:
+    as for write_file."""
+    config = config_of(Lora(path, "", {}, state, {}))
+    meta = with_prefix("transformer", config) | with_prefix("train", train)
+    tensor_files.write_tensors(path, state, meta, "lora_adapter_metadata", mark, notes_of(path, config["r"], train))
+
+def notes_of(path, rank, train):
+    """-> {name: text} of a header, as managers and other trainers read it: github.com/Stability-AI/ModelSpec, and
+    kohya's ss_. train: our entries of the LoRA, of which `run` is its title, or else the file's name."""
+    notes = {"modelspec.sai_model_spec": "1.0.0",
+             "modelspec.implementation": "https://github.com/huggingface/diffusers",
+             "modelspec.title": train.get("run") or path.stem, "ss_network_dim": rank, "ss_network_alpha": rank,
+             "ss_base_model_version": "qwen_image_edit"}
+    for name, kind in ARCHITECTURES.items():
+        if kind == (train.get("pipeline"), train.get("zero_cond_t")):
+            notes["modelspec.architecture"] = f"{name}/lora"
+    if "date" in train:
+        notes["modelspec.date"] = train["date"]
+    return {name: printable(value) for name, value in notes.items()}
 
 def unfold(lora):
-    """-> the same LoRA, if predict.save_lora has not folded the scales into lora_B; else as in the run's checkpoints:
-    lora_B as it was trained, and each layer's alpha. The change of the weights stays, and a step of training makes of
-    it what it makes of the checkpoint's. InputError for an entry that cannot be ours."""
+    """-> a LoRA for a training that goes on from it. The scales that predict.save_lora has folded into lora_B become
+    alphas again: the change of the weights stays, and a step makes of it what it made of it in its run. InputError for
+    an entry that cannot be ours."""
     if "train.folded" not in lora.meta:
         return lora
     file, folded = lora.path, lora.meta["train.folded"]
@@ -256,11 +286,10 @@ def training_of(lora):
     hold anything."""
     notes = lora.header.get("__metadata__") or {}
     architecture = ARCHITECTURES.get(notes.get("modelspec.architecture", "").removesuffix("/lora"))
-    if architecture:
-        return dict(zip(("pipeline", "zero_cond_t"), architecture))
-    kinds = dict(model=str, transformer=str, pipeline=str, zero_cond_t=bool, model_hash=str)
-    return {name: lora.meta[f"train.{name}"] for name, kind in kinds.items()
-            if isinstance(lora.meta.get(f"train.{name}"), kind)}
+    training = dict(zip(("pipeline", "zero_cond_t"), architecture or ()))
+    kinds = dict(model=str, transformer=str, pipeline=str, zero_cond_t=bool, model_hash=str, run=str, date=str)
+    return training | {name: lora.meta[f"train.{name}"] for name, kind in kinds.items()
+                       if isinstance(lora.meta.get(f"train.{name}"), kind)}
 
 
 def name_of(base):
