@@ -181,9 +181,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             sheets = contact_sheets.validation_sheets(folder, step, records)
             tell(f"{folder}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
         for name, image in sheets.items():
-            path = folder / f"step_{step:06d}_{name}.png"
-            if len(os.fsencode(path.name)) > self.most:
-                path = result_files.beside(path, ".png", self.most)
+            path = result_files.beside(folder / f"step_{step:06d}_{name}.png", ".png", self.most)
             predict.save_png(image, path)
         # with the flags of sampling, which --resume may have changed
         means = {name: dict(zip(best_step.KINDS, np.mean(psnrs, 0).tolist())) for name, psnrs in groups.items()}
