@@ -124,7 +124,8 @@ def examine_pair(target, control):
     motion, cast = find_change(target, control)
     if motion is not None:
         dx, dy, zoom, turn = scaled(inverse(motion), max(w, h) / max(size)) # how the target shows the control's scene
-        larger, degrees = math.hypot(1 + zoom, turn), math.degrees(math.atan2(turn, 1 + zoom))
+        larger = math.hypot(1 + zoom, turn)
+        degrees = math.degrees(math.atan2(turn, 1 + zoom))
         findings["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {round(100 * larger - 100, 1) + 0.0:+.1f} %"
         if abs(degrees) >= 0.05:
             findings["moved"] += f", turned {abs(degrees):.1f} degrees {'counter' if degrees < 0 else ''}clockwise"
@@ -508,10 +509,15 @@ def print_findings(title, numbers, findings, verdict, judged):
     for name, *values in numbers:
         tell(f"{name:16}" + "".join(f" {value:>7}" for value in values))
     for kind, entries in findings.items():
-        if names := [words for words, _ in entries]:
-            advice = "; --no-upscale leaves them at their sizes" if kind == "enlarged" else ""
-            more = "; ..." if len(names) > 8 else ""
-            tell(f"{kind}, {len(names)}: {'; '.join(names[:8])}{more}{advice}")
+        if not entries:
+            continue
+        names = [words for words, _ in entries]
+        line = f"{kind}, {len(names)}: {'; '.join(names[:8])}"
+        if len(names) > 8:
+            line += "; ..."
+        if kind == "enlarged":
+            line += "; --no-upscale leaves them at their sizes"
+        tell(line)
     tell(verdict.strip())
     tell(judged)
 

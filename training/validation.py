@@ -91,7 +91,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         """{place in samples: what predict.decode returns} of at most --val_pictures, with --sample_lora's LoRAs, and
         with the trained one or without. All processes together generate them; this one returns its share."""
         # share: which of the packs of generate_samples are this process's
-        share, decoder = slice(common.rank(), None, common.world()), self.vae
+        share = slice(common.rank(), None, common.world())
+        decoder = self.vae
         # with --fsdp every process has to join every forward pass: all generate everything, and the first one decodes
         if self.args.fsdp:
             share, decoder = slice(None), (None if common.rank() else self.vae)

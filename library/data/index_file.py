@@ -232,7 +232,8 @@ def check_tensors(tensors, sample, encoded):
         prefix = "" if "prompt_embed" in tensors else "empty_"
         return check_rows(tensors, file, {f"{prefix}prompt_embed": encoded["tokens"]})
     target, *controls = [h * w for _, h, w in encoded["img_shapes"]]
-    rows, masks = dict(control_latent=sum(controls)), {}
+    rows = dict(control_latent=sum(controls))
+    masks = {}
     if sample.target or not sample.controls:
         rows["pixel_latent"] = target
     for name in overlay_roles():
