@@ -665,16 +665,6 @@ def layers_of(tensors):
     """It returns the names of the layers that have tensors here."""
     return sorted({k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in tensors})
 
-def assert_effect(transformer, tensors, scale):
-    """All layers of these tensors, and no others, work at this scale, or at that of scale(layer)."""
-    layers = {name: m for name, m in transformer.named_modules() if "lora0" in getattr(m, "lora_A", {})}
-    assert sorted(layers) == layers_of(tensors)
-    for name, m in layers.items():
-        got_b, got_a = [x["lora0"].weight.float().cpu() for x in (m.lora_B, m.lora_A)]
-        b, a = [tensors[f"transformer.{name}.lora_{x}.weight"].to(transformer.dtype).float() for x in "BA"]
-        want = (scale(name) if callable(scale) else scale) * b @ a
-        torch.testing.assert_close(m.scaling["lora0"] * got_b @ got_a, want)
-
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 @functools.cache

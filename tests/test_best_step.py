@@ -10,7 +10,7 @@ import pytest
 
 import common
 from library.lora import lora_paths
-from training import best_step
+from training import best_step, run_folder
 from tests.harness import add_item, is_one_line, lora_file, lora_tensors, run_script, validations_of
 
 @pytest.fixture
@@ -95,15 +95,21 @@ DAMAGES += [dict(pictures=[PICTURE | damage]) for damage in (
 LINES = [json.dumps(validation(4, 0.1) | damage) for damage in DAMAGES]
 LINES += ['{"val_loss": 0.1', '"val_loss"', '["val_loss"]', '{"val_loss": 0.1}', '{"val_loss": 0.1, "step": 1}']
 LINES += [json.dumps(validation(4, 0.1))[:-1] + f', "x": {deep}}}' for deep in (90_000 * "[", 300 * "[" + 300 * "]")]
+LINES += ["", "[]", "3", "{", "[" * 5000, '{"step": "1"}', '{"step": true}', '{"step": []}', "\udc80"]
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
 def test_a_foreign_line_of_a_log_counts_as_none(tmp_path, line):
-    """A run folder may come from anywhere."""
+    """A run folder may come from anywhere. A run that goes on drops such a line, also where it is the first."""
     write_log(tmp_path, [validation(2, 2.0, 30)])
     whole = (tmp_path / "log.jsonl").read_text("utf-8")
-    (tmp_path / "log.jsonl").write_text(f"{whole}{line}\n{json.dumps(validation(4, 3.0, 20))}\n", "utf-8")
+    last = json.dumps(validation(4, 3.0, 20))
+    text = f"{whole}{line}\n{last}\n"
+    (tmp_path / "log.jsonl").write_bytes(text.encode(errors="surrogateescape"))
     validations = best_step.read_validations(tmp_path)
     assert [record["step"] for record in validations] == [2, 4] and best_step.steps_to_keep(validations) == {2}
+    assert run_folder.clean_folder(tmp_path, 4) == [*whole.splitlines(), last]
+    (tmp_path / "log.jsonl").write_text('{"command": [], "val_loss": "x"}\n' + last, "utf-8")
+    assert run_folder.clean_folder(tmp_path, 4) == [last]
 
 def test_a_number_that_no_float_holds_is_infinite(tmp_path):
     write_log(tmp_path, [validation(2, 2.0, 30), validation(4, 10**400)])

@@ -265,7 +265,7 @@ BAD_FIELDS = { # place in an index, * is the first one: values that cache.py wou
     "samples * sizes": [5, [5], [[0, 5]], [["a", 5]], [[1, 2, 3]], None],
     "geometry target_pixels": [[], ["x"], ["abc"], [-4], [10**9], "native", None, [1.5], [float("inf")]],
     "geometry control_pixels": [["x"], "abc", -4, 10**10], "geometry upscale": ["yes"], "geometry x": [1],
-    "geometry": [5], "samples * settings": [dict(out="/x.png")], "samples * contents": [[1], {}],
+    "geometry": [5], "samples * contents": [[1], {}],
     "samples * target": [5, None], "samples * mask": [["a"]], "samples * encodings": [[], 5],
     "samples * encodings * mask": ["x"], "samples * prompt_sizes": ["abc"], "samples * texts": [{}, []],
     "samples * texts * 0": [5], "samples * texts * 1": [1], "samples * texts * 2": ["abc"], "samples * evil": [1],

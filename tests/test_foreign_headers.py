@@ -419,18 +419,6 @@ def test_a_checkpoint_s_config_is_compared_whatever_it_says(made, run, kind):
     assert result.status == 1 and is_one_line(result.errors[-1], "--resume"), result.err
     assert len(result.errors[-1]) < 2000 and "\x1b" not in result.err
 
-def test_strange_lines_of_a_log_are_dropped(run):
-    """They would end a validation, which reads the log, or stay in the page."""
-    good = (run / "log.jsonl").read_text("utf-8").splitlines()
-    strange = ["", "[]", "3", "{", "[" * 5000, '{"step": "1"}', '{"step": 1, "val_loss": "x"}', '{"step": true}',
-               '{"step": 1, "val_loss": 1, "pictures": [{"psnr": [1]}]}', '{"step": 1, "val_loss": 1, "pictures": 5}',
-               '{"step": 1, "val_loss": null}', '{"step": []}', "\udc80"]
-    text = "\n".join([*good, *strange])
-    (run / "log.jsonl").write_bytes(text.encode(errors="surrogateescape"))
-    assert run_folder.clean_folder(run, 2) == good
-    (run / "log.jsonl").write_text('{"command": [], "val_loss": "x"}\n' + good[1], "utf-8")
-    assert run_folder.clean_folder(run, 2) == good[1:2]
-
 # ---- LoRA files: alpha -----------------------------------------------------------------------------------------------
 
 HUGE = ["1e999", "NaN", "Infinity", "2e6", "true", '"8"', "null", "[8]", "9" * 400]

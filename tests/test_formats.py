@@ -59,12 +59,6 @@ def test_a_checkpoint_of_an_older_format_is_refused_as_older(tmp_path, small, ol
     result = run_script(script, *words, "--max_steps", 1, "--out_dir", tmp_path / "new")
     assert python == "python" and result.status == 0 and "trained for 1 steps" in result.out, result.err
 
-def test_an_optimizer_s_file_of_the_earlier_way_names_the_way_on(tmp_path, small):
-    older_run(small, tmp_path / "run", resume.OPTIMIZER_FILE)
-    folder = tmp_path / "run/checkpoint-000002"
-    with refused(folder / resume.OPTIMIZER_FILE, "earlier version", f"--pretrained_lora {folder}"):
-        resume.read_checkpoint(folder)
-
 def test_a_cache_file_of_an_older_format_is_encoded_again(tmp_path, small):
     shutil.copytree(small.cache, tmp_path / "cache")
     file = min((tmp_path / "cache/latents").glob("*.safetensors"))

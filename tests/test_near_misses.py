@@ -146,6 +146,7 @@ MISSES = [
     ("tools/doctor.py photo", "give photos"), ("train.py --data before after", "tools/import_data.py converts"),
     ("tools/doctor.py config.yaml", "first python tools/import_data.py config.yaml OUT"),
     ("tools/doctor.py photos photos", "given twice; give each once"),
+    ("cache.py --data photos photos/../photos", "--data: names a dataset twice"),
     ("tools/import_data.py config.yml pairs", "give config.yaml"), ("tools/prune.py encode", "give encoded"),
     (f"tools/prune.py {RUN}", "--keep N keeps fewer"),
     (f"tools/prune.py {RUN}/checkpoint-000200", f"a run's checkpoint: rm -r {RUN}/checkpoint-000200"),
@@ -267,7 +268,7 @@ for sys.argv in json.loads(sys.argv[1]):
     print(bool(status), *{"torch", "diffusers", "transformers", "peft", "huggingface_hub"} & set(sys.modules))
 """
 NO_CARD = ["train.py --data photos --model Qwen/Qwen-Image-Edit-2512", "tools/gpu_check.py",
-           "cache.py --data photos --device cuda:1"]
+           "cache.py --data photos --device cuda:1", "train.py --device cuda", "predict.py --device cuda"]
 AT_ONCE = [
     "predict.py", "predict.py --input x", "train.py --data photo", "cache.py --dtype bf16", "train.py --model=",
     "train.py --target_pixels 512", "train.py photos", "tools/doctor.py photo",
@@ -279,6 +280,8 @@ AT_ONCE = [
     "predict.py --image photo.jpg --prompt x --lora out/tiny-b", "tools/prune.py cach", "tools/page.py out/tiny-a",
     "tools/convert_lora.py out/tiny-b --to comfyui --out x.safetensors", "tools/measure.py photos photo"]
 
+TOOLS = "bench convert_lora doctor gpu_check import_data lean_train measure page prune".split()
+
 def test_a_near_miss_imports_nothing_slow(first_hour, tmp_path):
     """Also where a run of tiny is there, whose LoRA predict.py would take. Among what is answered at once is a list
     with bad lines only, a folder whose pictures cannot be read, and what a machine without a card cannot do."""
@@ -287,7 +290,8 @@ def test_a_near_miss_imports_nothing_slow(first_hour, tmp_path):
     (home / "empty").mkdir()
     (home / "empty/text.jpg").write_text("x", "utf-8")
     (home / "bad.jsonl").write_text('{"image": "photo.jpg"}\n{"image": "gone.jpg", "prompt": "x"}\n', "utf-8")
-    commands = AT_ONCE + (NO_CARD if environment.no_card() else [])
+    typos = [f"tools/{tool}.py x y --nosuch 3" for tool in TOOLS]
+    commands = AT_ONCE + typos + (NO_CARD if environment.no_card() else [])
     words = [[str(HERE / script), *flags] for script, *flags in map(str.split, commands)]
     env = os.environ | dict(PYTHONPATH=str(HERE))
     result = subprocess.run([sys.executable, "-c", SLOW, json.dumps(words)], cwd=home, env=env, capture_output=True,

@@ -24,7 +24,8 @@ from tools import page
 
 ATTACKS = ["<script>window.hit = 1</script>", "</script><script>window.hit = 1</script>", "a\u2028b <b>bold</b>",
            '"><img src=x onerror="window.hit = 1">', "'); window.hit = 1; ('", "<!--body--> <!--title--> &lt;",
-           "\u628a\u5929\u7a7a\u53d8\u6210\u591c\u665a", "\u062d\u0648\u0651\u0644 {x} ${window.hit = 1} \\"]
+           "\u628a\u5929\u7a7a\u53d8\u6210\u591c\u665a", "\u062d\u0648\u0651\u0644 {x} ${window.hit = 1} \\",
+           "a\x1b[2J\x07\x9b31m\u202e\r\nerror: planted\x85"] # which would move a terminal's cursor, too
 ODD_NAME = "a b'c\"d#e%41?&lt;<i>\u732b"
 
 # ---- runs that train.py could have written ---------------------------------------------------------------------------

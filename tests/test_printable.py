@@ -164,23 +164,6 @@ def test_flags_that_are_wrong(script):
         result = run_script(script, *flags)
         assert result.status and is_shown(result.out) and is_shown(result.err), result.err
 
-def test_a_page_of_a_strange_log(tmp_path):
-    """Every text in it; also in lines that the terminal gets."""
-    run = tmp_path / NAME
-    run.mkdir()
-    steps = [dict(step=n, loss=1.0, samples=["a", TEXT], timesteps=[0.5, 0.5], losses=[1, 9]) for n in range(1, 30)]
-    shown = dict(file=f"{TEXT.replace('/', '')}/a.png", prompt=TEXT + "\ud800", controls=1, psnr=[1, 2, 3, 4])
-    means = dict(input=1, base=2, lora=3, vae=4)
-    validation = dict(step=29, val_loss=1.0, pictures=[shown], psnr={TEXT: means, f"b{TEXT}": means})
-    begin = dict(command=["train.py", "--data", TEXT], flags={TEXT: TEXT, "data": [TEXT, "\ud800"], "model": TEXT},
-                 **{f"torch{TEXT}": TEXT})
-    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [begin, *steps, validation]), "utf-8")
-    run_shown("tools/page.py", run)
-    text = (run / "index.html").read_text("utf-8")
-    assert is_shown(text.replace("\n", "")) and not any(line.startswith(PLANTED) for line in text.split("\n"))
-    run_shown("tools/page.py", tmp_path, status=1) # names the run
-    run_shown("tools/page.py", tmp_path / f"{TEXT}none", status=1)
-
 def run_code(code):
     """It runs these lines of Python in a process of their own, behind command_line.Parser's parse_args."""
     begin = (f"import sys; sys.path.insert(0, {str(HERE)!r}); import library, common, logging, warnings\n"
@@ -206,13 +189,11 @@ def test_a_line_of_ours_is_one_line():
     assert is_shown(result.stdout) and is_shown(result.stderr)
     assert result.stdout.count("\n") == 1 and result.stderr.count("\n") == 2
 
-def test_a_print_of_yours_keeps_its_lines():
-    """As who changes a script prints tensors and models."""
-    assert run_code("print('[[1, 2],\\n [3, 4]]')").stdout == "[[1, 2],\n [3, 4]]\n"
-
-def test_a_traceback_keeps_its_lines():
-    """Of an error in our code."""
-    lines = run_code("1 / 0").stderr.splitlines()
+def test_a_print_of_yours_and_a_traceback_keep_their_lines():
+    """As who changes a script prints tensors and models; and of an error in our code."""
+    result = run_code("print('[[1, 2],\\n [3, 4]]'); 1 / 0")
+    assert result.stdout == "[[1, 2],\n [3, 4]]\n"
+    lines = result.stderr.splitlines()
     assert lines[0].startswith("Traceback") and lines[-1] == "ZeroDivisionError: division by zero" and len(lines) > 2
 
 MAY_PRINT = ["tools/bench.py", "tools/bench_common.py", "tools/gpu_check.py", "tools/gpu_numbers.py"] # only numbers

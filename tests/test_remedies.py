@@ -35,10 +35,9 @@ def places(tmp_path_factory):
     d = shlex.join(map(str, ["--data", folder / "data", *shared, *common_flags]))
     assert run_script("cache.py", "--data", folder / "data", *shared).status == 0
     names = dict(f=folder, d=d, i=d.replace(f"{folder}/data", f"{folder}/cache/tiny-data.json"),
-                 model=as_strangers(copy_model(folder / "tiny")), run=folder / "run", cosine=folder / "cosine",
+                 model=as_strangers(copy_model(folder / "tiny")), run=folder / "run",
                  zeros=folder / "zeros.safetensors")
-    for name, more in (("run", []), ("cosine", ["--lr_scheduler", "cosine"])):
-        works("train.py", *shlex.split(d), "--max_steps", 2, "--save_every", 1, *more, "--out_dir", folder / name)
+    works("train.py", *shlex.split(d), "--max_steps", 2, "--save_every", 1, "--out_dir", folder / "run")
     tensors, meta = tensor_files.read_tensors(folder / "run" / predict.LORA_FILE, "lora_adapter_metadata")
     tensor_files.write_tensors(names["zeros"], {k: 0 * v for k, v in tensors.items()}, meta, "lora_adapter_metadata")
     return names
@@ -131,17 +130,6 @@ def test_what_an_error_line_names_helps(tmp_path, places, wrong, line, remedies)
         result = run_script("train.py", *words)
         assert result.status == 0 and "trained for" in result.out, (remedy, result.err)
 
-def test_the_command_that_a_finished_schedule_names_goes_on_from_its_lora(places):
-    """Where the learning rate ends, --max_steps cannot be raised; the line has the whole command."""
-    flags = [*shlex.split(places["d"]), "--lr_scheduler", "cosine", "--out_dir", places["cosine"], "--resume"]
-    result = run_script("train.py", *flags, "--max_steps", 3)
-    assert result.status == 1 and is_one_line(result.errors[0], "was begun with --max_steps 2"), result.err
-    python, script, *words = shlex.split(result.errors[0].rpartition("its LoRA: ")[2])
-    result = run_script(script, *words)
-    assert python == "python" and result.status == 0 and "trained for 3 steps" in result.out, result.err
-    result = run_script("train.py", *flags, "--max_steps", 2)
-    assert result.status == 0 and "already done" in result.out, result.err
-
 def test_a_damaged_file_of_the_cache_is_encoded_again_and_the_run_goes_on(places, tmp_path):
     cache = shutil.copytree(places["f"] / "cache", tmp_path / "cache")
     flags = [*shlex.split(places["d"].replace(str(places["f"] / "cache"), str(cache))), "--out_dir", tmp_path / "run"]
@@ -202,7 +190,7 @@ def test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora(plac
     assert (python, result.status) == ("python", 0) and len(log_of(tmp_path / "new")) == 3, result.err
 
 ELSEWHERE = { # lines of these files: where their remedies are tried, or why not
-    "was begun with --max_steps": "test_the_command_that_a_finished_schedule_names_goes_on_from_its_lora",
+    "was begun with --max_steps": "test_best_step.py: the command of its line is run",
     "a lower --lr (--pretrained_lora": "test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_...",
     "out of memory with --gradient_checkpointing": "test_what_helps_after_memory_ran_out_is_allowed_...",
     ":   at step ": "the form of step_error's lines, which are listed, too",

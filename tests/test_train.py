@@ -456,10 +456,6 @@ def test_a_loss_that_explodes_is_said(small, tmp_path):
     result = run_script("train.py", *flags, tmp_path / "b", "--lr", 1e-4)
     assert result.status == 0 and "exploded" not in result.out, result.err
 
-def test_one_dataset_by_two_paths_is_given_twice(data):
-    result = run_script("cache.py", "--data", data, f"{data}/../data/", *ON_DEVICE)
-    assert result.status == 2 and is_one_line(result.errors[0], "--data", "twice"), result.err
-
 def test_the_real_share_of_preserve_is_told(tmp_path):
     """Of all that an epoch has; a sample without a control cannot be asked of the base."""
     add_item(add_item(tmp_path / "pairs", "a"), "b")

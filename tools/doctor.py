@@ -71,7 +71,6 @@ SAME_RMS = 5.0 # root mean square of the difference
 SAME_BLOCK = 9.0 # largest mean difference of a block of 8x8 pixels, so that a small edit counts
 SCALE = 2.0 # other shape: ratio of the two sides (library/data/automatic_mask.py's ASPECT: ratio of the two aspects)
 ENLARGED = 1.1 # ratio of the side in training to the side in the file
-SQUARES = [side * side for side in range(1024, 128, -64)] # areas that area_without tries
 # --align: what counts as repaired
 TURNED = 4.0 # most degrees: tests/test_automatic_mask.py plants up to 3
 REMAINS = 0.5 # most pixels that a corner may still seem to move, in copies of up to 1024: right fits stay below 0.4
@@ -125,7 +124,8 @@ def examine_pair(target, control):
     motion, cast = find_change(target, control)
     if motion is not None:
         dx, dy, zoom, turn = scaled(inverse(motion), max(w, h) / max(size)) # how the target shows the control's scene
-        larger, degrees = math.hypot(1 + zoom, turn), math.degrees(math.atan2(turn, 1 + zoom))
+        larger = math.hypot(1 + zoom, turn)
+        degrees = math.degrees(math.atan2(turn, 1 + zoom))
         findings["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {round(100 * larger - 100, 1) + 0.0:+.1f} %"
         if abs(degrees) >= 0.05:
             findings["moved"] += f", turned {abs(degrees):.1f} degrees {'counter' if degrees < 0 else ''}clockwise"
@@ -486,20 +486,6 @@ def judged_at(args):
     sizes = sizes.replace("native", "their own sizes")
     return f"Judged for a training at {sizes}; give its --target_pixels and --control_pixels if it has others."
 
-def area_without(rows):
-    """-> the largest area of SQUARES, as --target_pixels takes it, at which no picture of these rows of report.json is
-    enlarged; None if there is none."""
-    sizes = [size for row in rows for size in row["sizes"]]
-    for area in SQUARES:
-        if all(enlargement(size, fit_size(size, area)) < ENLARGED for size in sizes):
-            return area_words(area)
-
-def not_to_enlarge(rows):
-    """-> what to do about pictures that are enlarged."""
-    area = area_without(rows)
-    others = f", --target_pixels {area} --control_pixels {area} makes all others as small" if area else ""
-    return f"; --no-upscale leaves them at their sizes{others}"
-
 def next_training(args, enlarged):
     """-> the command of the training that comes next, at the sizes that were judged. enlarged: the pictures that are,
     with these flags."""
@@ -517,16 +503,21 @@ def next_training(args, enlarged):
         words.append("--no-upscale")
     return common.shell_command(words)
 
-def print_findings(title, numbers, findings, verdict, judged, advice):
-    """advice: what to do about pictures that are enlarged."""
+def print_findings(title, numbers, findings, verdict, judged):
     tell(title)
     tell(f"{'':16}     min  median     max")
     for name, *values in numbers:
         tell(f"{name:16}" + "".join(f" {value:>7}" for value in values))
     for kind, entries in findings.items():
-        if names := [words for words, _ in entries]:
-            tell(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
-                 + (advice if kind == "enlarged" else ""))
+        if not entries:
+            continue
+        names = [words for words, _ in entries]
+        line = f"{kind}, {len(names)}: {'; '.join(names[:8])}"
+        if len(names) > 8:
+            line += "; ..."
+        if kind == "enlarged":
+            line += "; --no-upscale leaves them at their sizes"
+        tell(line)
     tell(verdict.strip())
     tell(judged)
 
@@ -593,8 +584,7 @@ def main():
     if samples:
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
         title, numbers, verdict = how_many(samples), numbers_of(rows), verdict_of(samples, findings)
-        advice = not_to_enlarge(rows) if findings["enlarged"] else ""
-        print_findings(title, numbers, findings, verdict, judged_at(args), advice)
+        print_findings(title, numbers, findings, verdict, judged_at(args))
         moved = {i for _, indices in findings["moved"] for i in indices}
         aligned = write_aligned(args.align, samples, moved, out) if args.align else None
         step = next_training(args, findings["enlarged"])

@@ -91,7 +91,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         """{place in samples: what predict.decode returns} of at most --val_pictures, with --sample_lora's LoRAs, and
         with the trained one or without. All processes together generate them; this one returns its share."""
         # share: which of the packs of generate_samples are this process's
-        share, decoder = slice(common.rank(), None, common.world()), self.vae
+        share = slice(common.rank(), None, common.world())
+        decoder = self.vae
         # with --fsdp every process has to join every forward pass: all generate everything, and the first one decodes
         if self.args.fsdp:
             share, decoder = slice(None), (None if common.rank() else self.vae)
@@ -181,9 +182,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             sheets = contact_sheets.validation_sheets(folder, step, records)
             tell(f"{folder}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
         for name, image in sheets.items():
-            path = folder / f"step_{step:06d}_{name}.png"
-            if len(os.fsencode(path.name)) > self.most:
-                path = result_files.beside(path, ".png", self.most)
+            path = result_files.beside(folder / f"step_{step:06d}_{name}.png", ".png", self.most)
             predict.save_png(image, path)
         # with the flags of sampling, which --resume may have changed
         means = {name: dict(zip(best_step.KINDS, np.mean(psnrs, 0).tolist())) for name, psnrs in groups.items()}

@@ -31,8 +31,7 @@ def row_of(sample):
     for role in overlay_roles(): # each is a field, too
         row[role] = sample.overlays.get(role)
     texts = [[*key, text] for key, text in sample.texts.items()] # JSON has no keys of two parts
-    # what is trained comes from no line of jobs.jsonl: no settings
-    return row | dict(repeats=sample.repeats, settings={}, contents=sample.contents, sizes=sample.sizes,
+    return row | dict(repeats=sample.repeats, contents=sample.contents, sizes=sample.sizes,
                       prompt_sizes=sample.prompt_sizes, encodings=sample.encodings, texts=texts)
 
 
@@ -127,10 +126,6 @@ def is_contents(value):
     return all(re.fullmatch("[0-9a-f]{64}( in sRGB)?", content) for content in value.values())
 
 
-def is_empty(value):
-    return value == {}
-
-
 def parts_fit(parts):
     return all(len(os.fsencode(part)) <= NAME_BYTES for part in parts)
 
@@ -186,7 +181,7 @@ def is_geometry(value):
 RULES = dict(
     name=(is_name,), root=(is_name,), target=(is_path_or_none,), overlays=(is_text_dict,), contents=(is_contents,),
     controls=(is_list, is_path, 0, MOST_CONTROLS), prompts=(is_list, is_text, 1), repeats=(is_count, 10_000),
-    settings=(is_empty,), sizes=(is_list, is_size), prompt_sizes=(is_list, is_size),
+    sizes=(is_list, is_size), prompt_sizes=(is_list, is_size),
     encodings=(is_list, is_encoding, 1, 100), texts=(is_list, is_encoded_text, 1))
 
 
@@ -206,7 +201,6 @@ def read_row(row, folder):
     if unknown := fields.keys() - RULES.keys():
         raise ValueError(f"unknown field {min(unknown)!r:.100}")
     check_fields(fields, RULES)
-    del fields["settings"]
     texts = {}
     for prompt, with_pictures, text in fields["texts"]:
         if (prompt, with_pictures) in texts:
@@ -240,7 +234,8 @@ def check_tensors(tensors, sample, encoded):
         prefix = "" if "prompt_embed" in tensors else "empty_"
         return check_rows(tensors, file, {f"{prefix}prompt_embed": encoded["tokens"]})
     target, *controls = [h * w for _, h, w in encoded["img_shapes"]]
-    rows, masks = dict(control_latent=sum(controls)), {}
+    rows = dict(control_latent=sum(controls))
+    masks = {}
     if sample.target or not sample.controls:
         rows["pixel_latent"] = target
     for name in overlay_roles():

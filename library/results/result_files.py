@@ -24,7 +24,7 @@ from common import InputError, refuse_to_replace
 
 OURS = rb"tEXtkey\0" # is in every picture that predict.py and train.py have written
 END = b"\0\0\0\0IEND\xaeB`\x82" # the last chunk of every PNG
-MOST_BYTES = 120 # of a name that we choose, before its key: some disks (eCryptfs) take 143 in all
+MOST_BYTES = 133 # of a name that we choose: some disks (eCryptfs) take 143
 DRAWING = ["rope_patch.py", *library.ENCODING] # the code that draws, beside predict.py
 
 def drawing_hash(script, args):
@@ -60,17 +60,15 @@ def result_path(args, sample, end, key):
     return keyed_path(args.out_dir, stem + end, key)
 
 def keyed_path(folder, stem, key):
-    """The name that we choose for a result: its stem, cut to MOST_BYTES, never within a letter, and eight letters of
-    its key. The stem may begin with a subfolder."""
-    path = folder / stem
-    name = path.name
-    if len(os.fsencode(name)) > MOST_BYTES:
-        name = os.fsencode(name)[:MOST_BYTES].decode(errors="ignore")
-    return path.with_name(f"{name}-{key[:8]}.png")
+    """The name that we choose for a result: its stem and eight letters of its key, in MOST_BYTES. The stem may begin
+    with a subfolder."""
+    return beside(folder / f"{stem}.png", f"-{key[:8]}.png", MOST_BYTES)
 
 def beside(path, end, most):
     """-> a name of so many bytes at most that begins as this one and has an end such as -2.png: a long one is cut."""
-    stem = os.fsencode(path.stem)[:most - len(end)].decode(errors="ignore") # never within a letter
+    stem = path.stem
+    if len(os.fsencode(stem + end)) > most:
+        stem = os.fsencode(stem)[:most - len(end)].decode(errors="ignore") # never within a letter
     return path.with_name(stem + end)
 
 def longest_name(folder):
