@@ -288,10 +288,13 @@ def next_commands(out_dir, predict_words, sample_lora):
                 lora = path
     draw = shell_command(["python", "predict.py", *predict_words, "--lora", lora, *sample_lora])
     look = shell_command(["python", "tools/page.py", out_dir])
+    convert = shell_command(["python", "tools/convert_lora.py", lora, "--to"])
     return [
         *lines,
         "next:",
         f"  {draw} --image CONTROL.png --prompt \"...\"",
         f"  {look}",
-        f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(lora / LORA_FILE)!r})",
+        f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(lora / LORA_FILE)!r}); InvokeAI, "
+        "stable-diffusion.cpp: as it is",
+        f"DiffSynth, mflux, SGLang, LightX2V, musubi and others (-h): {convert} PROGRAM --out NAME.safetensors",
     ]
