@@ -26,6 +26,7 @@ from pydoc import ErrorDuringImport, locate
 from common import InputError, first_words, warn_once
 from library.cli.command_line import is_given
 
+KNOWN = ("torch.optim.AdamW", "torch.optim.Muon") # they need no trial: the tests have tried them, with --ema, too
 NOT_FOUND = "argument --optimizer: found no {!r}; pip install it, or give torch.optim.AdamW"
 
 
@@ -61,8 +62,8 @@ def make(optimizer_class, args, parameters):
     --weight_decay a class has the default only if its decay is AdamW's, see couples_decay."""
     given = dict(args.optimizer_args)
     settings = dict(lr=args.lr, weight_decay=args.weight_decay) | given
-    known = not settings["weight_decay"] or args.optimizer == "torch.optim.AdamW"
-    if not known and couples_decay(optimizer_class, settings, next(iter(parameters)).device):
+    untried = settings["weight_decay"] and args.optimizer not in KNOWN
+    if untried and couples_decay(optimizer_class, settings, next(iter(parameters)).device):
         if is_given("--weight_decay") or "weight_decay" in given:
             warn_once(f"warning: --weight_decay: {args.optimizer} adds it to the gradient, where it can outweigh what "
                       "the pictures say; --weight_decay 0 leaves it out")

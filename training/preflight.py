@@ -22,7 +22,7 @@ from peft.tuners.lora import LoraLayer
 import predict
 from common import InputError, first_words, on_first_process, rank, warn_once
 from rope_patch import blocks_of
-from training.optimizers import averaged_weights, d_of, trial
+from training.optimizers import KNOWN, averaged_weights, d_of, trial
 from training.resume import load_optimizer, names_in_file, read_checkpoint, read_optimizer, save_optimizer, take_steps
 
 STEPS = 11, 11 # before and after the checkpoint: some change a part of their state in every tenth step
@@ -143,7 +143,7 @@ def find_wrong(folder, optimizer, trained, scales, firsts, second):
 def check_optimizer(args, lora, make_optimizer, folder):
     """InputError if an optimizer of --optimizer would not resume to the bit, cannot be written, into `folder`, or
     hardly moves the LoRA; a warning if it moves it slowly."""
-    if args.optimizer == "torch.optim.AdamW" and not args.optimizer_args: # with which the others are compared
+    if args.optimizer in KNOWN and not args.optimizer_args:
         return
     try:
         with trial():
