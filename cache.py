@@ -540,20 +540,21 @@ def remove_damaged(files, pipe):
             disk.delete(file, what, "give another --cache_dir")
             tell(f"{file}: {what}; encoding it again", file=sys.stderr)
 
-PASS_BYTES = 8192 # of the prompts that share a pass, some 2,000 tokens, so that it needs little more memory than one
+PASS_TOKENS = 8192 # of prompts that share a pass, each with its pictures: 60 MB of numbers come of so many
+WAITING = 2**31 # bytes of pictures that are read ahead, at 12 a pixel of a target and of a control
 
 def plan_passes(jobs):
     """encode_files's jobs -> [[file, ...] of each pass of an encoder], all latents before all texts, so that the
     encoders are loaded once each, and are never in memory together. Prompts about the same pictures share passes."""
-    latents, alike = [], {} # {the pictures as the text encoder sees them, if it does: {file: bytes of the prompt}}
+    latents, alike = [], {} # {pictures and their sizes, or () without pictures: {file: tokens of the text}}
     for file, (sample, encoder, what) in jobs.items():
         if encoder == "vae":
             latents.append([file])
         else:
-            prompt, with_pictures = what
+            _, with_pictures = what
             seen = (*sample.controls, *map(tuple, sample.prompt_sizes)) if with_pictures else ()
-            alike.setdefault(seen, {})[file] = len(prompt.encode())
-    return latents + [files for lengths in alike.values() for files in plan_packs(lengths, PASS_BYTES)]
+            alike.setdefault(seen, {})[file] = sample.texts[what]["tokens"]
+    return latents + [files for lengths in alike.values() for files in plan_packs(lengths, PASS_TOKENS)]
 
 def encode_files(pipe, jobs, args):
     """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> {file: error line}. Other
@@ -567,7 +568,8 @@ def encode_files(pipe, jobs, args):
             return read_pictures(pipe, *jobs[files[0]])
     # a photograph takes the host longer than the card
     threads = min(16, os.cpu_count() or 1)
-    reads = common.run_ahead(read, order, threads, most=threads + 4)
+    largest = max(256 * h * w for sample, *_ in jobs.values() for _, h, w in sample.encodings[0]["img_shapes"])
+    reads = common.run_ahead(read, order, threads, most=max(1, min(threads + 4, WAITING // (24 * largest))))
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
@@ -600,8 +602,8 @@ def encode_files(pipe, jobs, args):
                     failed[file] = str(e)
             bar.update(len(files))
 
-    # the encoder runs in this thread; others read ahead of it, and four write. A signal ends it between two files, so
-    # that none is half-written, and the next call encodes the rest
+    # the encoder runs in this thread; others read ahead of it, and four write. A signal ends it between two passes, so
+    # that no file is half-written, and the next call encodes the rest
     with (common.catch_signals() as signals_seen, closing(reads), # closed also if this ends early
           common.progress("encoding", total=len(jobs), unit="file") as bar):
         for written in common.run_ahead(lambda job: tensor_files.write_tensors(*job), encode_all(), threads=4, most=16):

@@ -181,12 +181,12 @@ def test_pictures_are_read_while_the_encoder_works_but_not_far_ahead(twelve, tmp
     assert result.status == 0 and len(begun) == 24 and max(leads) == 8, result.err
     assert encoded == ["latents"] * 12 + ["texts"] * 12
 
-@pytest.mark.parametrize("limit, passes", [(8192, [2, 4, 5]), (24, [1, 2, 2, 3, 3]), (1, [1] * 11)])
+@pytest.mark.parametrize("limit, passes", [(8192, [2, 4, 5]), (40, [1, 2, 2, 2, 4]), (1, [1] * 11)])
 def test_prompts_about_the_same_pictures_share_passes_of_bounded_length(data, tmp_path, monkeypatch, limit, passes):
     """Those without pictures share passes, too. Pictures are read once a pass; what is there is not encoded again."""
     (data / "target/cat.txt").write_text("make it snow\nmake it warm\nadd rain", "utf-8")
     encode, read, calls, reads = cache.encode_prompts, cache.read_pictures, [], []
-    monkeypatch.setattr(cache, "PASS_BYTES", limit)
+    monkeypatch.setattr(cache, "PASS_TOKENS", limit)
     monkeypatch.setattr(cache, "encode_prompts", lambda *args: calls.append(len(args[1])) or encode(*args))
     monkeypatch.setattr(cache, "read_pictures", lambda *args: reads.append(args[2]) or read(*args))
     flags = ["--caption_dropout_rate", 0.1, "--prompt_image_dropout_rate", 0.1]

@@ -180,3 +180,10 @@ def test_sizes_of_comfyui_s_nodes_beside_ours(aspect, ours, cropped, reference):
     width, height = size # ImageScaleToTotalPixels: one megapixel, steps of 32
     scale = math.sqrt(1024 * 1024 / (width * height))
     assert tuple(round(side * scale / 32) * 32 for side in size) == ours
+
+def test_a_path_that_looks_like_a_marker_is_printed_as_it_is(two_loras, tmp_path):
+    for to, wanted in (("diffusers", "'FILE RANK.safetensors'"), ("lightx2v", '"FILE RANK.safetensors"')):
+        out = tmp_path / "FILE RANK.safetensors"
+        result = run_script("tools/convert_lora.py", two_loras[0], "--to", to, "--out", out)
+        assert result.status == 0 and wanted.replace("FILE", str(tmp_path / "FILE"), 1) in result.out, result.out
+        out.unlink()

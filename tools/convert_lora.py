@@ -4,7 +4,7 @@ Converts a LoRA for the program that will use it, or to a complete model into wh
 LORA is what predict.py --lora accepts: a file of any trainer, a run folder, a folder that peft has written, or
 user/repo on the hub. Of a LoKr or LoHa it makes a LoRA of at most --rank: the nearest one, and the command prints how
 far it is off. diffusers, ComfyUI, InvokeAI, stable-diffusion.cpp, OneTrainer and SimpleTuner load the file of a run, or
-of a checkpoint, without conversion. For other programs the names of the layers change: --to mflux. The command prints
+of a checkpoint, without conversion. Others name the layers otherwise: give --to, such as --to mflux. The command prints
 how the program loads what it has made. You can train another LoRA on a merged model. Its weights are rounded once, to
 --dtype; the command prints how far that puts the change by the LoRAs off.
 
@@ -75,9 +75,9 @@ OUTSIDE = r"(?!transformer_blocks)" # of the blocks
 LEFT_OUT = {"mflux": OUTSIDE + r"|.*_mod\.", **dict.fromkeys(["ai-toolkit", "musubi", "kohya"], OUTSIDE)} # layers
 
 def pairs_of(lora):
-    """A Lora -> ({layer: (lora_A, lora_B)}, our entries {name: value}) with the scales in lora_B. Programs that compute
-    q, k and v at once want all three or take none, so that a missing one becomes zeros: of each LoRA of ours
-    the last block's add_q_proj, whose output nothing reads."""
+    """A Lora -> ({layer: (lora_A, lora_B)}, our entries {name: value}) with the scales in lora_B. SGLang computes
+    add_q_proj, add_k_proj and add_v_proj at once, and wants all three or takes none, so that a missing one becomes
+    zeros: of each LoRA of ours the last block's add_q_proj, whose output nothing reads."""
     import torch
     from library.lora import lora_file
     layers = layers_of(lora_file.unfold(lora))
@@ -100,7 +100,7 @@ def convert(lora, to, out):
     from torch.nn.functional import pad
     from library.lora import lora_file
     form, (pairs, train) = FORMS[to], pairs_of(lora)
-    rank, tensors, file = max(len(a) for a, _ in pairs.values()), {}, out
+    rank, tensors = max(len(a) for a, _ in pairs.values()), {}
     for layer, (a, b) in pairs.items():
         name, halves = f"{form}.{layer}", ("lora_A", "lora_B")
         if form in ("lora_unet", "folder"): # where one number stands for all ranks, zeros fill up the smaller ones
@@ -115,13 +115,27 @@ def convert(lora, to, out):
     if form == "transformer":
         lora_file.write_lora(out, tensors, train, NOTHING)
     else: # not as lora_adapter_metadata: diffusers would look for its names
-        if form == "folder":
-            file, config = out / lora_paths.PEFT_FILE, dict(peft_type="LORA", r=rank, lora_alpha=rank)
-            common.write_file(out / "adapter_config.json", json.dumps(config).encode(), NOTHING)
         meta, notes = lora_file.with_prefix("train", train), lora_file.notes_of(out, rank, train)
-        tensor_files.write_tensors(file, tensors, meta, "train", NOTHING, notes)
-    way = LOADED[to].replace("RANK", str(rank)).replace("'FILE'", repr(str(out)))
-    return [*left_out(pairs, to), f"{to}: {way.replace('FILE', common.shell_command([out]))}"]
+        if form == "folder":
+            write_folder(out, rank, tensors, meta, notes)
+        else:
+            tensor_files.write_tensors(out, tensors, meta, "train", NOTHING, notes)
+    words = {"'FILE'": repr(str(out)), '"FILE"': json.dumps(str(out)), "FILE": common.shell_command([out]),
+             "RANK": str(rank)} # in Python, in JSON, in a shell
+    return [*left_out(pairs, to), f"{to}: " + re.sub("|".join(words), lambda found: words[found[0]], LOADED[to])]
+
+def write_folder(out, rank, tensors, meta, notes):
+    """A LoRA as peft's folder, which is there when it is whole."""
+    tmp = out.with_name(f".tmp-{secrets.token_hex(8)}")
+    try:
+        config = dict(peft_type="LORA", r=rank, lora_alpha=rank)
+        common.write_file(tmp / "adapter_config.json", json.dumps(config).encode(), NOTHING)
+        tensor_files.write_tensors(tmp / lora_paths.PEFT_FILE, tensors, meta, "train", NOTHING, notes)
+        disk.rename_folder(tmp, out)
+    except OSError as e:
+        raise common.disk_error(f"--out {out}", e)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
 
 def left_out(pairs, to):
     """-> a line if this program leaves out layers of these pairs."""
@@ -173,7 +187,7 @@ def merge(loras, scales, model, dtype, out):
         raise common.disk_error(f"--out {out}", OSError(int(number or 0), common.first_words(e)))
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    # as those two have it in the names of folders
+    # SGLang and mflux look for these words in the name of a model's folder
     kind = "2511" if base["zero_cond_t"] else dict(QwenImageEditPlusPipeline="2509").get(base["pipeline"], "")
     name = f"Qwen-Image-Edit-{kind}".rstrip("-")
     if name in out.name:

@@ -611,10 +611,11 @@ def find_parts(source, columns, alone):
             return read_config(source)
         return [dict(tables=[source], anywhere=True)], None
     parquets = sorted(stray_files.listed(source, "*.parquet") + stray_files.listed(source, "data/*.parquet"))
-    tables = [path for name in (".", "train", "data") for path in stray_files.listed(source, f"{name}/metadata.*")]
+    tables = [path for name in (".", "train", "data") for path in stray_files.listed(source, f"{name}/metadata.*")
+              if path.suffix in TABLES]
     for path in (*parquets, *tables):
         stray_files.refuse_outside(path, source)
-    tables = [path for path in tables if path.suffix in TABLES and path.parent == tables[0].parent]
+    tables = [path for path in tables if path.parent == tables[0].parent]
     if parquets: # of several splits the one called train, which is not constrained or pretrain
         tables = [path for path in parquets if re.search("(?i)(?<![a-z])train(?![a-z])", path.name)] or parquets
     tell_unread_tables(source, tables)
@@ -638,7 +639,7 @@ def find_parts(source, columns, alone):
 def choose_held_out(samples, every):
     """-> the places of one in `every` of these samples. Those of one photograph, by the bytes of the target or of the
     first control, are on the same side: all its edits and wordings. Their hashes decide, as every N-th name could be
-    the same edit each time. A picture that all have tells none apart. InputError if they cannot be parted."""
+    the same edit each time. A picture that all samples share is ignored. InputError if they cannot be parted."""
     contents, group = [], {} # group: {a content: a lower one of the same photograph}
 
     def lowest(content):
@@ -659,11 +660,14 @@ def choose_held_out(samples, every):
         raise InputError(f"--hold_out {every}: there are only {len(samples)} samples, of {len(photographs)} "
                          "photographs; give a smaller number, or leave it out")
     held_out = []
-    # by the last digits: the first ones are small in a large group, as its lowest content stands for it
+    # by the last digits: a large group is named by its lowest hash, so the first ones would favour it
     for content in sorted(photographs, key=lambda content: content[-16:]):
         if len(held_out) + len(photographs[content]) <= len(samples) // every:
             held_out += photographs[content]
-    return set(held_out or min(photographs.values(), key=len))
+    if not held_out:
+        held_out = min(photographs.values(), key=len)
+        tell(f"--hold_out {every}: {len(held_out)} of {len(samples)} samples, as these are of one photograph")
+    return set(held_out)
 
 def convert(args, columns, tmp):
     """Writes TMP/out from what the flags name -> (samples, problems, a configuration's Settings or None, how many are
@@ -742,8 +746,8 @@ def main():
         # raises InputError for a bad prompt; only a configuration knows the word of a placeholder
         dataset.make_sample("--prompt", args.out, "", None, [], [fill(args.prompt, "word")])
     if by_flags and args.source:
-        controls = ["--control", *args.control] if args.control else []
-        meant = common.shell_command(["import_data.py", args.out, "--target", args.target or args.source, *controls])
+        others = (["--control", *args.control] if args.control else []) + (["--mask", args.mask] if args.mask else [])
+        meant = common.shell_command(["import_data.py", args.out, "--target", args.target or args.source, *others])
         parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give {meant}")
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")

@@ -32,8 +32,10 @@ NOT_FOUND = "argument --optimizer: found no {!r}; pip install it, or give torch.
 
 def refuse_missing(args, parser):
     """Ends the script if no package of --optimizer's is installed, before anything slow: nothing is imported."""
-    package = args.optimizer.split(".")[0]
-    if not package or not find_spec(package):
+    package, found = args.optimizer.split(".")[0], None
+    with contextlib.suppress(ValueError): # of an empty name, and of __main__, whose classes come too late
+        found = find_spec(package)
+    if not found:
         parser.error(NOT_FOUND.format(args.optimizer))
 
 
@@ -92,8 +94,9 @@ def trial():
 
 def couples_decay(optimizer_class, settings, device):
     """Whether a class adds the weight decay to the gradient (L2), as Adam does, and SGD with a momentum. AdamW takes
-    lr * weight_decay of a weight in each step (arxiv.org/abs/1711.05101); but where a gradient is nearly zero, as of a
-    LoRA's A at first, Adam would make a full step of the decay in it. So we look at steps without gradients."""
+    lr * weight_decay of a weight in each step (arxiv.org/abs/1711.05101). But Adam makes a full step even of a tiny
+    gradient, and where it is nearly zero, as a LoRA's A has it at first, that is a step of the decay. So we compare
+    steps of zero gradients with AdamW's."""
     import torch
     w = torch.nn.Parameter(torch.full((16, 64), 0.01, device=device))
     try:

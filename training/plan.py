@@ -55,9 +55,9 @@ SLOWEST = 3
 # card is faster
 HOST = dict(kept=1.3, recomputed=3.5, selective=6.5, forward=0.6)
 DISK = 1 # GB/s, assumed: a network's disk is slower, an NVMe faster
-# seconds to read and encode a file, and to decode a picture, assumed: as many threads read as there are cores, and one
-# needs 0.37 s for a photograph of 12 megapixels. Of a megapixel the VAE computes 2.9 and 4.7 TFLOP (by torch's
-# counter), and an A800 reaches 75 and 69 TFLOP/s there (FastVAE's README)
+# seconds to read and encode a file, and to decode a picture, assumed: up to 16 threads read, and one needs 0.37 s for a
+# photograph of 12 megapixels. Of a megapixel the VAE computes 2.9 and 4.7 TFLOP (by torch's counter), and an A800
+# reaches 75 and 69 TFLOP/s there (FastVAE's README)
 PICTURE = 0.1
 DECODING = 193 # numbers of a pixel that are alive where the VAE decodes most, as the tests' imitated card counts them
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row

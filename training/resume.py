@@ -100,7 +100,7 @@ def find_checkpoint(out_dir, args):
         except OtherVersion as e: # the other checkpoints are of that version, too
             line = str(e).removeprefix("error: ").split("; ")[0]
             new_run = ""
-            if "newer" not in line: # a LoRA of an earlier version can be read
+            if "newer" not in line.replace(str(path), ""): # a LoRA of an earlier version can be read
                 new_run = f", or start a new run from its LoRA: {from_its_lora(path)}"
             raise InputError(f"--resume: {line}; continue with that version{new_run}")
         except InputError as e:

@@ -261,7 +261,7 @@ def check_rows(tensors, file, rows, columns=None):
 def open_index(path, fingerprints, texts_of, args):
     """read_index -> (samples, geometry). InputError if other encoders have encoded them than those of these
     fingerprints, or if a file is missing, or a text that texts_of(sample) asks for. Lines say if pictures or
-    captions were edited since, and if there are more pairs, or less."""
+    captions were edited since, and how many pairs are new or gone."""
     samples, geometry, encoded_by, roots = read_index(path)
     # each encoder that is here must be the one that has encoded
     for encoder, here in fingerprints.items():
@@ -295,7 +295,7 @@ def changes_since(samples, roots):
             here |= {(sample.root, sample.name): sample.prompts for sample in dataset.read_dataset(root)[0]}
             names.add(dataset.root_name(root))
     counts = {"captions were edited": sum(here[key] != encoded[key] for key in here.keys() & encoded.keys()),
-              "pairs are new": len(here.keys() - encoded.keys()),
+              "pairs are new, or had been left out": len(here.keys() - encoded.keys()),
               "pairs are gone": sum(key[0] in names for key in encoded.keys() - here.keys())}
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 

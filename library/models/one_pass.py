@@ -4,14 +4,15 @@ the prompts begin with in common are computed once; the vision tower sees the pi
 serves other programs.
 
     patch_text_encoder(encoder)                                   # this instance; its weights and names stay
-    encoder(input_ids=of 3 prompts, attention_mask=its pads, pixel_values=of the pictures that all of them have)
+    encoder(input_ids=ids, attention_mask=mask, pixel_values=pixels, image_grid_thw=grid) # several rows, pictures once
 
 A causal attention does not see what follows, so a common beginning has the same numbers in front of every ending. The
 pass is one row, with a mask in which each ending sees the beginning and itself:
 
     [beginning, end 1, end 2, ...]
 
-Each ending has the positions that it has behind the beginning alone. One prompt is computed by stock's own forward.
+An ending gets the positions that it would have if the other endings were not there. One prompt is computed by stock's
+own forward.
 """
 from os.path import commonprefix
 from types import MethodType, SimpleNamespace
@@ -35,7 +36,7 @@ def encode_together(self, input_ids, attention_mask, **given):
         return type(self).forward(self, input_ids=input_ids, attention_mask=attention_mask, **given)
     real = attention_mask.bool()
     rows = [row[at] for row, at in zip(input_ids, real)]
-    # at least its last token is a prompt's own ending
+    # each prompt needs a row of its own to end in, also if two are equal
     common = len(commonprefix([row[:-1].tolist() for row in rows]))
     ends = [row[common:] for row in rows]
     lengths = [common, *map(len, ends)]
