@@ -3,8 +3,8 @@
 #
 # diffusers 0.42.1 writes all fields of peft's LoraConfig into the file's header (save_lora_weights with
 # transformer_lora_adapter_metadata, as its training scripts do). peft 0.21.2 has fields that 0.20.0 does not know.
-# There load_lora_weights raises TypeError "`LoraConfig` class could not be instantiated.", although none of these fields says
-# anything (None or False), and the tensors would do. Without the metadata the same tensors load.
+# There load_lora_weights raises TypeError "`LoraConfig` class could not be instantiated.", although none of these
+# fields says anything (None or False), and the tensors would do. Without the metadata the same tensors load.
 #
 # $ bash findings/lora_of_a_newer_peft.sh    # prints both outcomes; fails if they change
 set -euo pipefail

@@ -210,7 +210,7 @@ def test_lengths_are_all_that_can_be_drawn():
 
 def fitted(model, room, varlen=True, **changes):
     """-> (kept blocks, what is said)."""
-    flags = dict(batch_size=2, max_tokens=900, device="cpu", compile=False, fsdp=False, ema=0) | changes
+    flags = dict(batch_size=2, max_tokens=900, device="cpu", compile=False, fsdp=False, ema=0, resume=False) | changes
     recompute, said = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False), []
     on_a_card(memory_fit.learning_bytes(model, SimpleNamespace(**flags)) + room, varlen)
     recomputed = memory_fit.keep_what_fits(model, {400, 300}, 0, recipe()["Item"], flow_loss, recompute,

@@ -208,8 +208,7 @@ with common.catch_signals() as signals:
             with open(log, "a", encoding="utf-8") as f:
                 f.write(json.dumps(record) + "\n")
         if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
-            meta = dict(step=step, geometry=geometry, run=args.out_dir.name)
-            predict.save_lora(args.out_dir / predict.LORA_FILE, transformer, meta)
+            predict.save_lora(args.out_dir / predict.LORA_FILE, transformer, dict(step=step, geometry=geometry))
             pickled = io.BytesIO() # its state may have any form, so the file has these bytes. (train.py has no pickles)
             torch.save(optimizer.state_dict(), pickled)
             tensors = lora | dict(optimizer=torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8))
