@@ -89,6 +89,10 @@ def flags_of(data, optimizer):
 def train(out_dir, flags, *more):
     return works("train.py", *flags, "--out_dir", out_dir, *more)
 
+def for_use(state):
+    """It returns a LoRA with the scale of these runs in lora_B, as files have it."""
+    return {name: tensor * (1.5 if "lora_B" in name else 1) for name, tensor in state.items()}
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_files_have_the_average_and_the_training_goes_on_as_if_nobody_had_looked(tmp_path, data, optimizer):
     """Bit for bit: a run that is validated and saved after every step, a run that is resumed, and one that is left
@@ -110,20 +114,21 @@ def test_files_have_the_average_and_the_training_goes_on_as_if_nobody_had_looked
         ns["optimizer"].eval()
         averages = {f"transformer.{name.replace('.default', '')}": p.data for name, p in ns["lora"].items()}
         saved = lora_of(tmp_path / f"looked/checkpoint-{n:06d}")
-        assert_bitwise(saved, averages)
-        assert not all(torch.equal(y, x) for y, x in zip(trained, saved.values()))
+        assert_bitwise(saved, for_use(averages))
+        assert not all(torch.equal(y, x) for y, x in zip(trained, averages.values()))
         # so is what the validation saw
         ns["transformer"].eval()
         ns["val_samples"][:] = looked.globals["val_samples"]
         with torch.no_grad():
             assert ns["validation_loss"]().mean().item() == validations_of(tmp_path / "looked")[n - 1]["val_loss"]
-    assert_bitwise(lora_of(tmp_path / "alone"), {k: v * (1.5 if "lora_B" in k else 1) for k, v in saved.items()})
+    assert_bitwise(lora_of(tmp_path / "alone"), saved)
 
 def test_other_optimizers_have_files_without_a_second_copy(tmp_path, data):
     """And --ema 0 leaves the class as it is."""
     ns = train(tmp_path / "a", flags_of(data, "torch.optim.AdamW"), "--val_data", "--max_steps", 1).globals
     moments, _ = tensor_files.read_tensors(tmp_path / "a/checkpoint-000001/optimizer.safetensors")
-    assert {name.split(".")[0] for name in moments} == {"exp_avg", "exp_avg_sq", "step"}
+    # (lora_B as it is trained, since the file for use has its scale in it)
+    assert {name.split(".")[0] for name in moments} == {"exp_avg", "exp_avg_sq", "step", "trained"}
     assert type(ns["optimizer"]) is torch.optim.AdamW
     assert {*ns["optimizer"].state[next(iter(ns["lora"].values()))]} == {"exp_avg", "exp_avg_sq", "step"}
 
@@ -144,12 +149,12 @@ def test_the_average_is_that_of_a_run_without_and_the_training_is_the_same(tmp_p
     assert curve(log_of(tmp_path / "ema")) == curve(log_of(tmp_path / "plain"))
     average = {}
     for n in range(1, 7):
-        trained = lora_of(tmp_path / f"plain/checkpoint-{n:06d}")
+        trained = resume.read_checkpoint(tmp_path / f"plain/checkpoint-{n:06d}").lora
         for name, w in trained.items():
             average[name] = torch.lerp(average.get(name, w), w, share_of(n, 0.37))
-        assert_bitwise(lora_of(tmp_path / f"ema/checkpoint-{n:06d}"), average)
+        assert_bitwise(lora_of(tmp_path / f"ema/checkpoint-{n:06d}"), for_use(average))
     assert not all(torch.equal(trained[name], average[name]) for name in trained)
-    assert_bitwise(lora_of(tmp_path / "ema"), {k: v * (1.5 if "lora_B" in k else 1) for k, v in average.items()})
+    assert_bitwise(lora_of(tmp_path / "ema"), for_use(average))
     for steps in (3, 6):
         train(tmp_path / "resumed", flags, "--ema", 0.37, "--max_steps", steps, *["--resume"] * (steps > 3))
     assert_same_run(tmp_path / "resumed", tmp_path / "ema")

@@ -156,14 +156,14 @@ def test_a_signal_ends_cache_py_after_the_file_at_hand(tmp_path, small, start):
     until((tmp_path / "stops").exists) # and nothing is written while we count
     kill(process, signal.SIGSTOP) # (if it has only touched the file)
     before = len(files())
-    assert before == 1
+    assert before < 4 # so many threads write
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         kill(process, number)
     assert process.wait() == 128 + signal.SIGINT # so that `cache.py && train.py` does not go on
     assert "stopped by a signal" in process.output() and "complete" not in process.output()
     done = files()
-    # the file at hand, and what is encoded already and waits for the disk: one that is written, four, one that comes
-    assert before <= len(done) <= before + 7 and not (tmp_path / "c/tiny-data.json").exists()
+    # the file at hand, and what is encoded already and waits for the disk
+    assert before <= len(done) < 10 and not (tmp_path / "c/tiny-data.json").exists()
     assert not list(tmp_path.rglob(".tmp-*"))
     assert start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "c").wait() == 0
     assert len(files()) == 10 and done.items() <= files().items()

@@ -241,14 +241,14 @@ def test_a_log_in_which_no_validation_is_finite_ranks_none(tmp_path):
 # ---- what is saved ---------------------------------------------------------------------------------------------------
 
 class Spoiler(torch.optim.SGD):
-    """Its third step makes a NaN, although the gradient has none."""
+    """Its third step makes a NaN, although the gradient has none; but not in the preflight's trial with few of them."""
 
     def step(self, closure=None):
         super().step(closure)
         p = self.param_groups[0]["params"][0]
         count = self.state[p].setdefault("count", 0)
         self.state[p]["count"] = count + 1
-        if count == 2:
+        if count == 2 and len(self.param_groups[0]["params"]) > 4:
             p.data.view(-1)[3] = math.nan
 
 @pytest.mark.parametrize("save_every", [1, 9], ids=["checkpoint before", "none before"])

@@ -222,6 +222,7 @@ ALLOWED = {
     "library/lora/peft_config.py": {
         "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
     "library/data/index_file.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},
+    "library/data/sample_checks.py": {"distilled": {"getattr(flag)": OWN}},
     "library/models/offloading.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
     "training/optimizers.py": {
         "refuse_missing": {"find_spec(package)": "--optimizer"},
@@ -246,6 +247,7 @@ ALLOWED = {
         "share": {"QwenImageTransformer2DModel.from_config(source.config)": "of a model in memory"},
         "start": {"subprocess.Popen([sys.executable, *map(str, command)])": "our scripts, with the tool's own flags"}},
     "tools/gpu_numbers.py": {"": {"find_spec('bitsandbytes')": OWN}},
+    "tools/import_data.py": {"convert": {"getattr(flag)": OWN}},
     "tools/import_configs.py": {"parse": {"yaml.load(text)": "a SafeLoader, which makes plain values"}},
     "tools/lean_train.py": {"": {
         "FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / 'scheduler')": FILES,

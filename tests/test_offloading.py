@@ -237,8 +237,8 @@ def test_the_memory_of_the_host_is_that_of_this_job(tmp_path, host, monkeypatch,
         if name.endswith("stat"):
             key = "total_active_file" if "version 1" in kind else "active_file"
             text = f"anon 5\n{key} {value * GIB - 4096}\n{key.replace('active', 'inactive')} 4096"
-        place.write_text(text + "\n")
-    (tmp_path / "own").write_text("4:memory:/a/b\n1:name=systemd:/\n0::/a/b\n")
+        place.write_text(text + "\n", "utf-8")
+    (tmp_path / "own").write_text("4:memory:/a/b\n1:name=systemd:/\n0::/a/b\n", "utf-8")
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
     monkeypatch.setattr(host_memory, "OWN_GROUPS", tmp_path / "own")
     for name, value in variables.items():

@@ -51,7 +51,6 @@ TABLE = [
     (OWN + "--pretrained_lora {run} --lora_rank 4", "leave out --lora_rank", [OWN + "--pretrained_lora {run}"]),
     (OWN + "--lora_args r=4", "give --lora_rank", [OWN + "--lora_rank 4"]),
     (OWN + "--lora_args lora_alpha=4", "--lora_alpha", [OWN + "--lora_alpha 4"]),
-    (OWN + "--lora_args use_dora=true", "raise --lora_rank", [OWN + "--lora_rank 32"]),
     (OTHER + "--dtype float16", "use bfloat16", [OTHER + "--dtype bfloat16"]),
     (OWN + "--model {model} --num_inference_steps 1", "give one, or 2 or more", [
         OWN + "--model {model} --num_inference_steps 1 --shift 3", OWN + "--model {model} --num_inference_steps 2"]),

@@ -147,7 +147,7 @@ def test_gpu_check_runs_there_and_ends_what_it_has_started(tmp_path, monkeypatch
 
 HERE_ONLY = {"gpu_check.py: signal.pthread_kill", # behind os.name
              "bench_common.py: /proc", "bench_common.py: malloc_trim", # behind sys.platform
-             "tensor_files.py: /proc", # for names that Linux alone has
+             "tensor_files.py: /proc", "host_memory.py: /proc", # for names that Linux alone has
              "run_folder.py: fcntl"} # it does without
 
 def test_nothing_asks_for_what_windows_or_a_mac_lacks():

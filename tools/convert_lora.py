@@ -122,7 +122,8 @@ def convert(lora, to, out):
             tensor_files.write_tensors(out, tensors, meta, "train", NOTHING, notes)
     words = {"'FILE'": repr(str(out)), '"FILE"': json.dumps(str(out)), "FILE": common.shell_command([out]),
              "RANK": str(rank)} # in Python, in JSON, in a shell
-    return [*left_out(pairs, to), f"{to}: " + re.sub("|".join(words), lambda found: words[found[0]], LOADED[to])]
+    way = re.sub("""'FILE'|"FILE"|FILE|RANK""", lambda found: words[found[0]], LOADED[to])
+    return [*left_out(pairs, to), f"{to}: {way}"]
 
 def write_folder(out, rank, tensors, meta, notes):
     """A LoRA as peft's folder, which is there when it is whole."""

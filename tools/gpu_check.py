@@ -131,7 +131,8 @@ def largest_pass():
     """Takes the first pack as the largest that can come."""
     model, samples, said = build(), make_samples(config, packs[0], dtype, args.device), []
     tokens = sum(samples[0].lens)
-    flags = SimpleNamespace(device=args.device, batch_size=1, max_tokens=tokens, compile=False, fsdp=False, ema=0)
+    flags = SimpleNamespace(device=args.device, batch_size=1, max_tokens=tokens, compile=False, fsdp=False, ema=0,
+                            resume=False)
     memory_fit.keep_what_fits(model, {tokens}, 0, Item, losses, partial(checkpoint_blocks, model), flags, said.append)
     optimizer = torch.optim.AdamW(model.lora.values())
 

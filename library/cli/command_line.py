@@ -92,8 +92,7 @@ timestep_sampling=shift: qwen_shift (its shift follows the picture's size)
 timestep_sampling=sigmoid timestep_sampling=lognorm: logit_normal
 lr_scheduler=cosine_with_restarts: cosine (it falls once)
 quantize=4bit quantize=int4 quantize_text_encoder=4bit quantize_text_encoder=int4: nf4
-quantize=true quantize_text_encoder=true: fp8
-to=kohya: comfyui"""
+quantize=true quantize_text_encoder=true: fp8"""
 # Flags and places whose value is a name. An empty one, of an unset shell variable, would mean the current folder.
 NAMES = "image|jobs|json|model|transformer|sample_lora|(.*_)?(data|dataset|dir)|out|align|source|results|run"
 FLAG = re.compile(r"(--?|[\u2010-\u2015\u2212]+)[A-Za-z]\S*$") # a word processor makes a long dash of two short ones

@@ -19,7 +19,7 @@ def group_folders():
     may see its own group at the top, under a name that only the host knows: so each end of a name counts."""
     folders = []
     with contextlib.suppress(OSError):
-        for line in Path(OWN_GROUPS).read_text().splitlines():
+        for line in Path(OWN_GROUPS).read_text("utf-8").splitlines():
             names = Path(line.split(":", 2)[-1]).parts[1:]
             for start in range(len(names) + 1):
                 for version in ("", "memory", "unified"):
@@ -31,7 +31,7 @@ def group_folders():
 def files_read(folder, prefix):
     """-> bytes of the files that a control group has read, such as a model's: they go when memory is wanted."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
         return int(stat[f"{prefix}active_file"]) + int(stat[f"{prefix}inactive_file"])
     return 0
 
@@ -53,7 +53,7 @@ def host_memory():
     for folder in group_folders():
         for limit, usage, prefix in GROUP_FILES:
             with contextlib.suppress(OSError, ValueError): # there is no such group, or its limit is the word max
-                total, used = [int((folder / name).read_text()) for name in (limit, usage)]
+                total, used = [int((folder / name).read_text("utf-8")) for name in (limit, usage)]
                 found.append((max(0, total - used + files_read(folder, prefix)), total))
     if limit := slurm_limit():
         own = psutil.Process().memory_info()
