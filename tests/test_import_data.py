@@ -65,7 +65,7 @@ def test_names_and_prompts_are_made_such_that_the_folders_mean_the_same(tmp_path
     (source / "x/cat.png").rename(source / "x/.cat")
     rows = [dict(zip(("target", "control", "prompt"), row)) for row in (
         ("cat.png", "cat_1.png", ["a\nb", "c"]), ("cat.png", "x/.cat", "d"),
-        ("cat_1.png", ["x/../cat.png", "x/.cat"], "e\tf\r\n "), ("x/.cat", "cat.png", "red " * 40_000))]
+        ("cat_1.png", ["x/../cat.png", "x/.cat"], "e\nf\r\n "), ("x/.cat", "cat.png", "red " * 40_000))]
     got = import_data(write_rows(source / "m.jsonl", *rows), tmp_path / "out").samples.values()
     assert [pictures for _, pictures, _ in got] == [[0, 1], [0, 2], [1, 0, 2], [2, 0]]
     assert [prompts for prompts, _, _ in got] == [["a b", "c"], ["d"], ["e f"], ["red " * 39_999 + "red"]]
