@@ -314,8 +314,10 @@ def read_pictures(pipe, sample, encoder, what):
     # the text encoder sees small copies of the controls
     if encoder == "text":
         _, with_pictures = what
+        if not with_pictures:
+            return {}
         return dict(control=[resize(read_planned(sample, path), size)
-                             for path, size in zip(sample.controls, sample.prompt_sizes)]) if with_pictures else {}
+                             for path, size in zip(sample.controls, sample.prompt_sizes)])
     # a token is 16x16 pixels; shapes are (frames, height, width), and PIL's sizes (width, height)
     (width, height), *control_sizes = [(16 * w, 16 * h) for _, h, w in what["img_shapes"]]
     pictures = {}
@@ -567,9 +569,9 @@ def encode_files(pipe, jobs, args):
         with reserve_pixels(sample.contents): # threads wait where pictures would fill the memory
             return read_pictures(pipe, *jobs[files[0]])
     # a photograph takes the host longer than the card
-    threads = min(16, os.cpu_count() or 1)
     largest = max(256 * h * w for sample, *_ in jobs.values() for _, h, w in sample.encodings[0]["img_shapes"])
-    reads = common.run_ahead(read, order, threads, most=max(1, min(threads + 4, WAITING // (24 * largest))))
+    most = max(1, min(common.THREADS + 4, WAITING // (24 * largest)))
+    reads = common.run_ahead(read, order, common.THREADS, most)
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
@@ -642,8 +644,9 @@ def keep_from_prune(samples):
     killed leaves its list. A folder that cannot be written has none, and serves if it is complete; InputError if it is
     not."""
     folders = {}
-    for file in [file for sample in samples for file in files_of(sample)]:
-        folders.setdefault(file.parents[1], set()).add(file)
+    for sample in samples:
+        for file in files_of(sample):
+            folders.setdefault(file.parents[1], set()).add(file)
 
     def list_all():
         return [folder for folder, files in folders.items() if list_files(folder, files)]

@@ -318,6 +318,8 @@ def end_by_ctrl_c(kind, error, trace):
         return sys.__excepthook__(kind, error, trace)
     print("\nstopped by Ctrl-C: what is written stays; the same command continues with the rest", file=sys.stderr)
 
+THREADS = min(16, os.cpu_count() or 1) # that read pictures: not more, as each holds those of a sample
+
 def run_ahead(work, items, threads=1, most=1):
     """Yields a future of work(item) for each item, in order, while threads do the next ones, as many as `most`."""
     pool = ThreadPoolExecutor(threads)

@@ -498,7 +498,7 @@ def wordings(family, pictures, dtype="float32", way="together"):
     return cache.encode_prompts(pipe, WORDINGS, images)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family, pictures", [("v1", 1), ("Plus", 0), ("Plus", 1), ("Plus", 2)])
+@pytest.mark.parametrize("family, pictures", SEEN)
 def test_one_pass_of_all_prompts_equals_stock_one_by_one(family, pictures, dtype):
     exact = wordings(family, pictures, way="one by one") if dtype == "bfloat16" else None
     assert_equals_stock(wordings(family, pictures, dtype), wordings(family, pictures, dtype, "one by one"), exact)

@@ -174,7 +174,7 @@ def test_pictures_are_read_while_the_encoder_works_but_not_far_ahead(twelve, tmp
             return encode(*args)
         return watch
     monkeypatch.setattr(cache, "read_pictures", lambda *args: begun.append(1) or read(*args))
-    monkeypatch.setattr(cache.os, "cpu_count", lambda: 4) # so many threads, and four pictures more
+    monkeypatch.setattr(common, "THREADS", 4) # and four pictures more
     for kind in ("latents", "texts"):
         monkeypatch.setattr(cache, f"encode_{kind}", watched(kind, getattr(cache, f"encode_{kind}")))
     result = make_cache(twelve, tmp_path / "c")

@@ -86,9 +86,9 @@ def pairs_of(lora):
     for layer, (scale, a, b) in layers.items():
         # (only another scale wants fp32, as a product in half precision is rounded)
         pairs[layer] = (a, b) if scale == 1 else (a.float(), scale * b.float())
-    for layer, (a, b) in [*pairs.items()]:
-        block, found, _ = layer.partition(".attn.add_")
-        for third in "qkv" if found else "":
+    for layer, (a, b) in [item for item in pairs.items() if ".attn.add_" in item[0]]:
+        block, _ = layer.split(".attn.add_")
+        for third in "qkv":
             pairs.setdefault(f"{block}.attn.add_{third}_proj", (torch.zeros_like(a), torch.zeros_like(b)))
     if "folded" in train: # a training that goes on from it looks them all up
         train["folded"] = dict.fromkeys(pairs, 1.0) | {layer: scale for layer, (scale, _, _) in layers.items()}
@@ -145,9 +145,11 @@ def left_out(pairs, to):
         return []
     sizes = {layer: square(b.float() @ a.float()) for layer, (a, b) in pairs.items()}
     lost = {layer: size for layer, size in sizes.items() if re.match(LEFT_OUT[to], layer)}
+    if not lost:
+        return []
     share = foreign_loras.relative_error(sum(lost.values()), sum(sizes.values()))
     return [f"warning: {to} leaves out {len(lost)} of {len(sizes)} layers, {share:.1%} of the change by its norm, for "
-            f"instance {layer}" for layer in [*lost][:1]]
+            f"instance {next(iter(lost))}"]
 
 # ---- a model with LoRAs in it ----------------------------------------------------------------------------------------
 

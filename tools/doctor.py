@@ -230,9 +230,8 @@ def examine(samples, pipe, args):
     one)]}, problems)."""
     good, rows, found, seen, problems = [], [], [], [], []
     import cache
-    threads = min(16, os.cpu_count() or 1) # not more, as each thread holds the pictures of a pair
     work = functools.partial(examine_sample, pipe=pipe, args=args)
-    examined = common.run_ahead(work, samples, threads, 2 * threads)
+    examined = common.run_ahead(work, samples, common.THREADS, 2 * common.THREADS)
     for sample, future in zip(common.progress("examining pairs", samples, unit=" samples"), examined):
         with common.collect_errors(problems):
             row, of_sample, prompt_sizes, *looks = future.result()

@@ -25,7 +25,7 @@ from rope_patch import blocks_of
 from training.optimizers import KNOWN, averaged_weights, d_of, trial
 from training.resume import load_optimizer, names_in_file, read_checkpoint, read_optimizer, save_optimizer, take_steps
 
-STEPS = 11, 11 # before and after the checkpoint: some change a part of their state in every tenth step
+STEPS = 11 # before the checkpoint, and behind it: some change a part of their state in every tenth step
 
 
 def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty):
@@ -186,7 +186,7 @@ def try_optimizer(few, make_optimizer, lr, folder):
     write."""
     first = copies_of(few)
     optimizer = make_optimizer(first.values())
-    take_steps(optimizer, first, range(STEPS[0]), lr)
+    take_steps(optimizer, first, range(STEPS), lr)
     with averaged_weights(optimizer):
         second = copies_of(first)
         save_optimizer(folder, optimizer, first)
@@ -196,11 +196,11 @@ def try_optimizer(few, make_optimizer, lr, folder):
     middle = copies_of(first) # (`second` may be the average)
     for each, parameters in ((optimizer, first), (resumed, second)):
         random.seed(id(each)) # a resumed process has other numbers here, too; torch's are seeded for each step
-        take_steps(each, parameters, range(STEPS[0], sum(STEPS)), lr)
+        take_steps(each, parameters, range(STEPS, 2 * STEPS), lr)
     with averaged_weights(optimizer):
         save_optimizer(folder, optimizer, first) # what has come since can be saved, too
     goes_on = all(close(first[name], second[name], few[name]) for name in few)
-    moved = [((p - middle[name]).norm().item() / p.numel()**0.5 / STEPS[1], name) for name, p in first.items()]
+    moved = [((p - middle[name]).norm().item() / p.numel()**0.5 / STEPS, name) for name, p in first.items()]
     return goes_on, min(moved), d_of(optimizer)
 
 

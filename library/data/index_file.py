@@ -287,7 +287,7 @@ def open_index(path, fingerprints, texts_of, args):
 
 
 def changes_since(samples, roots):
-    """-> "2 captions were edited, 1 pairs are new, 1 are gone", as far as the datasets are here, or "" if none is."""
+    """-> "2 captions were edited, 1 pairs are gone" or the like, as far as the datasets are here; or ""."""
     encoded = {(sample.root, sample.name): sample.prompts for sample in samples}
     here, names = {}, set()
     for root in roots:
