@@ -852,8 +852,8 @@ def small(tmp_path_factory):
                 "--lr_scheduler", "constant", "--warmup_steps", 4]
     before = files_of(folder)
     yield SimpleNamespace(folder=folder, cache=folder / "cache", cache_flags=flags, flags=training)
-    # (a process that was killed leaves its list of what prune.py must not take)
-    now = [path for path in files_of(folder) if not path.name.startswith(".planned-")]
+    # (a process that was killed leaves its list of what prune.py must not take, whole or half written)
+    now = [path for path in files_of(folder) if not path.name.startswith((".planned-", ".tmp-"))]
     assert now == before, "a test has written into what all tests share"
 
 @pytest.fixture(scope="session")
