@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Pillow reads a colour picture of 16 bits rightly, and the same picture in gray as white.
 #
-# Pillow 13.0.0: a 16-bit RGB PNG opens in mode RGB, each value divided by 256. A 16-bit gray PNG opens in mode I;16, and
-# convert("L") or convert("RGB") then cuts at 255 instead: all but the darkest 0.4 % of the range is white. There is no
-# error and no warning. Masks, depth maps and scans are the usual 16-bit gray files; a soft mask becomes a hard one that
-# covers nearly everything. Dividing the array by 257 gives what one would expect.
+# Pillow 13.0.0: a 16-bit RGB PNG opens in mode RGB, each value divided by 256. A 16-bit gray PNG opens in mode I;16,
+# and convert("L") or convert("RGB") then cuts at 255 instead: all but the darkest 0.4 % of the range is white. There is
+# no error and no warning. Masks, depth maps and scans are the usual 16-bit gray files; a soft mask becomes a hard one
+# that covers nearly everything. Dividing the array by 257 gives what one would expect.
 #
 # $ bash findings/gray16_turns_white.sh    # one ramp from black to white, as gray and as colour; fails if changed
 set -euo pipefail

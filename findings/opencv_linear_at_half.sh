@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # OpenCV's INTER_LINEAR averages when it halves a picture exactly, and aliases at every other size.
 #
-# opencv-python-headless 5.0.0.93, cv2.resize, its default filter: one would expect that a picture of 1024 x 1024 and one
-# of 1022 x 1022 become nearly the same 512 x 512. At exactly half the size OpenCV takes INTER_AREA instead (a mean of
-# four pixels); elsewhere it reads the four neighbours of one point and skips the rest. So a check at 1024 -> 512 finds
-# the filter sound, and photographs of any other size get moire and harder grain. INTER_CUBIC has no such special case;
-# INTER_AREA is smooth at all sizes.
+# opencv-python-headless 5.0.0.93, cv2.resize, its default filter: one would expect that a picture of 1024 x 1024 and
+# one of 1022 x 1022 become nearly the same 512 x 512. At exactly half the size each result is a mean of four pixels;
+# elsewhere it is weighted from four neighbours whatever the scale, so most pixels of a larger picture do not count. A
+# check at 1024 -> 512 finds the filter sound, and photographs of other sizes get moire and harder grain. INTER_AREA is
+# smooth at all sizes.
 #
-# $ bash findings/opencv_linear_at_half.sh    # prints how much of the grain of a noise picture is left; fails if changed
+# $ bash findings/opencv_linear_at_half.sh    # prints how much grain of a noise picture is left; fails if changed
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
