@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WHEELS = {"diffsynth": ["diffsynth==2.1.12"], "mflux": ["mflux==0.24.0", "mlx==0.32.4", "mlx-cpu==0.32.4"],
           "invokeai": ["invokeai==6.14.2", "pydantic-settings==2.16.3", "python-dotenv==1.2.4"]}
 # What they import, and loading a LoRA does not need.
-NOT_NEEDED = """modelscope einops ftfy pandas torchvision toml matplotlib piexif platformdirs sentencepiece blake3 compel
-    cv2 deprecated gguf onnx onnxruntime picklescan spandrel""".split()
+NOT_NEEDED = """modelscope einops ftfy pandas torchvision toml matplotlib piexif platformdirs sentencepiece blake3
+    compel cv2 deprecated gguf onnx onnxruntime picklescan spandrel""".split()
 
 class NotInstalled(Exception):
     """The wheels cannot be had: no network, or none for this Python."""
