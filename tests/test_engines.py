@@ -1,7 +1,7 @@
 """
 LoRA files for other programs: the names, factors, ranks, zeros and headers that each of them reads.
 
-$ python -m pytest -q tests/test_engines.py    # a minute
+$ python -m pytest -q tests/test_engines.py    # a minute; with --full it downloads the programs, and asks them
 """
 import json
 import math
@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 import predict
 from library.data.picture_files import fit_size
 from library.files import tensor_files
-from tests.harness import ADAMW, TINY, assert_bitwise, lora_of, run_script, works
-from tools.convert_lora import FORMS
+from tests.engine_loaders import WHEELS, NotInstalled, ask, changes_of, make_lora
+from tests.harness import ADAMW, FULL, assert_bitwise, lora_of, run_script, works
+from tools.convert_lora import FORMS, LEFT_OUT
 
 DECISIVE = {f"transformer.{name}" for name in "r lora_alpha rank_pattern alpha_pattern target_modules".split()}
 NAMES = { # of a tensor
@@ -32,11 +33,6 @@ NOTED = {"modelspec.sai_model_spec": "1.0.0", "modelspec.architecture": "Qwen-Im
 def header_of(file):
     with safe_open(file, "pt") as f:
         return f.metadata()
-
-def changes_of(transformer):
-    """-> {layer: the change of its weight}, by what is trained."""
-    return {name: m.scaling["default"] * m.lora_B["default"].weight.detach() @ m.lora_A["default"].weight.detach()
-            for name, m in transformer.named_modules() if "default" in getattr(m, "scaling", {})}
 
 def products_of(tensors):
     """The matrices alone, and kohya's alpha -> {layer with _: the change of its weight}, and the ranks."""
@@ -57,16 +53,9 @@ def assert_same_changes(got, want):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A file of ours: alpha 4 of rank 16, one layer of rank 8, layers outside of the blocks and, of the last block, two
-    of add_q, add_k, add_v -> its path, the changes of the weights."""
-    transformer = predict.load_transformer(TINY, "float32")
-    torch.manual_seed(0)
-    predict.add_lora(transformer, r=16, lora_alpha=4, rank_pattern={"0.attn.to_q": 8}, init_lora_weights=False,
-                     target_modules=["to_q", "to_out.0", "img_mod.1", "2.attn.add_k_proj", "2.attn.add_v_proj",
-                                     "img_in"])
+    """-> the path of a file of ours, the changes of the weights."""
     path = tmp_path_factory.mktemp("made") / "x.safetensors"
-    predict.save_lora(path, transformer, dict(pipeline="QwenImageEditPlusPipeline", zero_cond_t=True, run="a b"))
-    return path, changes_of(transformer)
+    return path, make_lora(path)
 
 @pytest.mark.parametrize("to", FORMS)
 def test_each_program_gets_its_names_and_the_whole_change_in_its_matrices(tmp_path, made, to):
@@ -97,7 +86,7 @@ def test_each_program_gets_its_names_and_the_whole_change_in_its_matrices(tmp_pa
     # how it is loaded, and what is lost
     line, = [line for line in said.splitlines() if line.startswith(f"{to}: ")]
     assert "FILE" not in line and "_dim RANK" not in line and str(tmp_path) in line
-    outside, mods = {"img_in"}, {name for name in want if "img_mod" in name}
+    outside, mods = {"img_in", "proj_out"}, {name for name in want if "img_mod" in name}
     lost = {"mflux": outside | mods, "ai-toolkit": outside, "musubi": outside, "kohya": outside}.get(to)
     share = sum(want[name].square().sum() for name in lost or ()) / sum(c.square().sum() for c in want.values())
     words = f"{to} leaves out {len(lost or ())} of {len(changes)} layers, {share**0.5:.1%} of the change"
@@ -188,3 +177,18 @@ def test_a_path_that_looks_like_a_marker_is_printed_as_it_is(two_loras, tmp_path
         result = run_script("tools/convert_lora.py", two_loras[0], "--to", to, "--out", out)
         assert result.status == 0 and wanted.replace("FILE", str(tmp_path / "FILE"), 1) in result.out, result.out
         out.unlink()
+
+@pytest.mark.skipif(not FULL, reason="downloads 30 MB; it runs with --full")
+@pytest.mark.parametrize("program", WHEELS)
+def test_each_program_s_own_loader_makes_the_whole_change(tmp_path, made, program):
+    """Of each layer but those that convert_lora.py says it leaves out; and no other layer changes."""
+    path, want = made
+    try:
+        found = ask(program, path, want, tmp_path)
+    except NotInstalled as e:
+        pytest.skip(str(e))
+    assert want.keys() < found.keys()
+    left_out = re.compile(LEFT_OUT.get(program, "$"))
+    wanted = {layer: int(layer in want and not left_out.match(layer)) for layer in found}
+    wrong = {layer: found[layer] for layer in found if found[layer] != pytest.approx((wanted[layer], 0), abs=1e-3)}
+    assert not wrong
