@@ -425,18 +425,6 @@ def test_a_picture_that_would_be_computed_too_large_is_one_line(data, tmp_path):
     result = make_cache(data, tmp_path / "cache", "--target_pixels", 5000 * 5000)
     assert result.status == 1 and is_one_line(result.errors[0], "over 4096x4096"), result.err
 
-def test_a_jpeg_of_a_thousand_scans_is_one_line(tmp_path):
-    """Each scan of a progressive JPEG may be of the whole picture."""
-    save(paint_picture((64, 64)), tmp_path / "a.jpg")
-    with Image.open(tmp_path / "a.jpg") as image:
-        image.save(tmp_path / "b.jpg", progressive=True)
-    data = (tmp_path / "b.jpg").read_bytes()
-    picture_files.read_image(tmp_path / "b.jpg")
-    last = data.rindex(b"\xff\xda")
-    (tmp_path / "b.jpg").write_bytes(data[:last] + data[last:-2] * 1000 + data[-2:])
-    with refused(tmp_path / "b.jpg", "scans"):
-        picture_files.read_image(tmp_path / "b.jpg")
-
 PAIR = dict(target="a.png", prompt="go")
 MANY = { # file, its content, and what is named
     "columns": ("rows.csv", f"target,control,prompt{',a' * 200_000}\n" + "a\n" * 3000, "200,003 columns"),

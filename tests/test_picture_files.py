@@ -37,7 +37,8 @@ CONES = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389,
 TO_D50 = np.linalg.inv(CONES) @ np.diag(CONES @ D50 / (CONES @ D65)) @ CONES
 PRIMARIES = { # xy of red, green and blue; white is D65
     "sRGB": ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06)), "P3": ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060)),
-    "Adobe": ((0.64, 0.33), (0.21, 0.71), (0.15, 0.06))}
+    "Adobe": ((0.64, 0.33), (0.21, 0.71), (0.15, 0.06)), "linear": ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06))}
+PRIMARIES["ProPhoto"] = PRIMARIES["linear ProPhoto"] = ((0.7347, 0.2653), (0.1596, 0.8404), (0.0366, 0.0001))
 
 def to_xyz(name):
     """The matrix from linear RGB of these primaries to XYZ under D65."""
@@ -52,7 +53,8 @@ def srgb_level(x):
     x = x.clip(0, 1)
     return 255 * np.where(x <= 0.0031308, 12.92 * x, 1.055 * x ** (1 / 2.4) - 0.055)
 
-CURVES = dict(sRGB=srgb_curve, P3=srgb_curve, Adobe=lambda x: x ** (563 / 256))
+CURVES = {"sRGB": srgb_curve, "P3": srgb_curve, "Adobe": lambda x: x ** (563 / 256), "linear": lambda x: x,
+          "linear ProPhoto": lambda x: x, "ProPhoto": lambda x: x ** 1.8}
 
 def in_srgb(pixels, name):
     """Levels (..., 3) of this colour space -> levels of sRGB."""
@@ -84,12 +86,21 @@ def curve(function):
     levels = (function(np.linspace(0, 1, 1024)) * 65535).round().astype(">u2")
     return b"curv\0\0\0\0" + struct.pack(">I", len(levels)) + levels.tobytes()
 
-def rgb_profile(name):
+def rgb_profile(name, trc=None):
+    """trc: the bytes of its curves, in place of the space's own."""
     tags = {}
     for letter, column in zip("rgb", (TO_D50 @ to_xyz(name)).T):
         tags[f"{letter}XYZ".encode()] = b"XYZ \0\0\0\0" + fixed(*column)
-        tags[f"{letter}TRC".encode()] = curve(CURVES[name])
+        tags[f"{letter}TRC".encode()] = curve(CURVES[name]) if trc is None else trc
     return profile_of(b"RGB ", tags)
+
+def table_profile():
+    """Of a table of colours that are linear between its corners, as scanners have it."""
+    corners = np.stack(np.meshgrid([0, 1], [0, 1], [0, 1], indexing="ij"), -1).reshape(-1, 3)
+    clut = (corners @ (TO_D50 @ to_xyz("sRGB")).T * 32768).clip(0, 65535).astype(">u2").tobytes()
+    ramp = np.array([0, 65535], ">u2").tobytes()
+    head = b"mft2\0\0\0\0" + bytes([3, 3, 2, 0]) + fixed(1, 0, 0, 0, 1, 0, 0, 0, 1) + struct.pack(">2H", 2, 2)
+    return profile_of(b"RGB ", {b"A2B0": head + 3 * ramp + clut + 3 * ramp})
 
 def gray_profile(gamma):
     return profile_of(b"GRAY", {b"kTRC": curve(lambda x: x**gamma)})
@@ -157,6 +168,92 @@ def test_gray_with_a_profile_of_colours_is_a_colour_of_equal_parts(tmp_path):
     path = save(Image.fromarray(GRAYS), tmp_path / "a.jpg", icc_profile=rgb_profile("Adobe"), quality=100)
     want = in_srgb(np.stack([Image.open(path)] * 3, -1), "Adobe")
     assert abs(np.asarray(picture_files.read_image(path)) - want).max() <= 1.5
+
+# ---- 16 bits ---------------------------------------------------------------------------------------------------------
+
+def write_png(path, levels, profile, orientation=1):
+    """Of 16 bits: gray, gray and alpha, RGB or RGBA by its last axis, which PIL cannot write."""
+    h, w, n = levels.shape
+    header = struct.pack(">2I5B", w, h, 16, {1: 0, 2: 4, 3: 2, 4: 6}[n], 0, 0, 0)
+    rows = b"".join(b"\0" + row.tobytes() for row in levels.astype(">u2"))
+    parts = dict(IHDR=header, iCCP=b"x\0\0" + zlib.compress(profile), eXIf=turned(orientation).tobytes()[6:],
+                 IDAT=zlib.compress(rows), IEND=b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name.encode(), part) for name, part in parts.items()))
+    return path
+
+def dark_levels():
+    """16 bits, (64, 96, 3); most are dark, where 8 bits of linear light are few."""
+    return (65535 * np.random.default_rng(0).random((64, 96, 3)) ** 4).round().astype(np.uint16)
+
+def with_alpha(levels):
+    return np.concatenate([levels, np.full_like(levels[..., :1], 65535)], -1)
+
+DEEP = { # a file of 16 bits: how it is written
+    "PNG": lambda path, levels, icc: write_png(path, levels, icc),
+    "a turned PNG": lambda path, levels, icc: write_png(path, levels, icc, 6),
+    "an opaque PNG": lambda path, levels, icc: write_png(path, with_alpha(levels), icc),
+    "a gray PNG": lambda path, levels, icc: write_png(path, levels[..., :1], icc),
+    "TIFF": lambda path, levels, icc: write_tiff(path, levels, "<", 2, t34675=icc),
+    "TIFF of a Mac": lambda path, levels, icc: write_tiff(path, levels, ">", 2, t34675=icc),
+    "an opaque TIFF": lambda path, levels, icc: write_tiff(path, with_alpha(levels), "<", 2, t338=2, t34675=icc),
+    "a gray TIFF": lambda path, levels, icc: write_tiff(path, levels[..., 0], "<", t34675=icc),
+    "a gray TIFF of a Mac": lambda path, levels, icc: write_tiff(path, levels[..., 0], ">", t34675=icc)}
+
+@pytest.mark.parametrize("name", ["linear", "linear ProPhoto", "ProPhoto", "Adobe"])
+@pytest.mark.parametrize("form", DEEP)
+def test_a_profile_is_applied_to_all_16_bits(tmp_path, form, name):
+    """8 bits of them would be up to 10, 25, 3 and 1.2 levels off. (Gray is of equal parts in any space of colours.)"""
+    levels = dark_levels()
+    want = in_srgb((levels[..., [0, 0, 0]] if "gray" in form else levels) / 257, name)
+    path = DEEP[form](tmp_path / "a", levels, rgb_profile(name))
+    for content in (None, common.file_hash(path)):
+        got = np.asarray(picture_files.read_image(path, content))
+        error = abs(got - (np.rot90(want, -1) if "turned" in form else want)).max()
+        assert error <= 1
+    show(f"16 bits in {name}, {form}, levels", error, 1)
+    assert dataset.picture_facts(path)[1] == common.file_hash(path) + " in sRGB"
+
+def test_gray_of_16_bits_has_the_curve_of_its_own_profile(tmp_path):
+    for gamma in (1.0, 1.8):
+        path = write_png(tmp_path / "a.png", dark_levels()[..., :1], gray_profile(gamma))
+        want = srgb_level((dark_levels()[..., [0, 0, 0]] / 65535) ** gamma)
+        assert abs(np.asarray(picture_files.read_image(path)) - want).max() <= 1
+
+REFUSED_16 = {
+    "a profile of tables": lambda path: write_png(path, dark_levels(), table_profile()),
+    "gray and alpha": lambda path: write_png(path, dark_levels()[..., :2], gray_profile(1.0)),
+    "gray and alpha in colours": lambda path: write_png(path, dark_levels()[..., :2], rgb_profile("linear")),
+    "inks": lambda path: write_tiff(path, with_alpha(dark_levels()), photometric=5, t34675=cmyk_profile())}
+
+@pytest.mark.parametrize("kind", REFUSED_16)
+def test_16_bits_that_could_be_converted_in_8_only_are_one_line(tmp_path, kind):
+    """Before a model loads, and when they are read. Without a profile, or with 8 bits, they are read."""
+    path = REFUSED_16[kind](tmp_path / "a")
+    for read in (dataset.picture_facts, picture_files.read_image):
+        with refused(path, "save it in sRGB, or with 8 bits"):
+            read(path)
+    image = Image.open(path)
+    image.info.clear()
+    eight = save(image, tmp_path / "b.tif", icc_profile=table_profile() if image.mode == "RGB" else None)
+    assert picture_files.read_image(eight).size == (96, 64)
+
+def parametric(kind, *numbers):
+    return b"para\0\0\0\0" + struct.pack(">2H", kind, 0) + fixed(*numbers)
+
+def counted(count, size=0):
+    return b"curv\0\0\0\0" + struct.pack(">I", count) + bytes(size)
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("trc", [
+    b"", b"curv", b"junk" * 9, counted(2**32 - 1), counted(1000, 10), counted(256, 512), counted(2**17, 2**18),
+    parametric(9, 1.0), parametric(0, 0.0), parametric(0, -1.0), parametric(3, -30000, 30000, -30000, 1, 0.5),
+    parametric(4, 30000, 30000, 30000, 1, 0, -30000, 30000)], ids=lambda trc: trc[:14].hex())
+def test_no_curve_of_a_profile_is_a_traceback(tmp_path, capsys, trc):
+    """Not one that is broken, huge, or infinite: at most one line, in no time."""
+    path = write_png(tmp_path / "a.png", dark_levels(), rgb_profile("linear", trc))
+    with within(5):
+        assert picture_files.read_image(path).size == (96, 64)
+    assert capsys.readouterr().err.count("\n") <= 1
 
 @pytest.mark.parametrize("suffix", ["tif", "jpg"])
 def test_inks_are_the_colours_that_their_profile_prints(tmp_path, suffix):
@@ -289,8 +386,10 @@ def write_tiff(path, pixels, order="<", photometric=1, sample_format=1, bits=Non
             339: [sample_format] * n} | {int(name[1:]): value for name, value in more.items()}
     ifd, spare, start = b"", b"", 8 + len(data) + len(data) % 2
     for tag, value in sorted(tags.items()):
-        values = value if isinstance(value, list) else [value]
+        values = list(value) if isinstance(value, (list, bytes)) else [value]
         kind, letter = (4, "I") if tag in (256, 257, 273, 278, 279) else (3, "H")
+        if isinstance(value, bytes): # a profile
+            kind, letter = 7, "B"
         content = struct.pack(f"{order}{len(values)}{letter}", *values)
         if len(content) > 4:
             content, spare = struct.pack(order + "I", start + 6 + 12 * len(tags) + len(spare)), spare + content
@@ -311,14 +410,6 @@ def test_16_bits_are_scaled_not_clipped(tmp_path, order):
     colours = np.stack([levels, levels[::-1], levels.T], -1)
     got = np.asarray(picture_files.read_image(write_tiff(tmp_path / "a.tif", colours, order, 2))).astype(float)
     assert abs(got - colours / 257).max() <= 1 and got.min() == 0 and got.max() == 255
-
-def test_lab_in_a_tiff(tmp_path):
-    rng = np.random.default_rng(0)
-    lab = np.stack([rng.integers(40, 80, (64, 64)), *rng.integers(-20, 20, (2, 64, 64))], -1) # that sRGB has
-    stored = np.concatenate([(lab[..., :1] * 2.55).round(), lab[..., 1:] % 256], -1).astype(np.uint8)
-    got = picture_files.read_image(write_tiff(tmp_path / "a.tif", stored, photometric=8))
-    lab = np.concatenate([stored[..., :1] / 2.55, lab[..., 1:]], -1)
-    assert abs(np.asarray(got) - lab_in_srgb(lab)).max() <= 2.5
 
 @pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
 @pytest.mark.parametrize("kind", [{}, {254: 1}, {254: 4}, {254: 2}, {254: 0}])
@@ -345,6 +436,7 @@ NOT_PLAIN = { # what the line says
     "signed": (lambda: np.zeros((64, 64), np.int16), dict(sample_format=2), "8 or 16 bits"),
     "12 bits": (lambda: np.zeros((64, 96), np.uint8), dict(bits=12, t256=64), "8 or 16 bits"),
     "white is 0": (lambda: np.zeros((64, 64), np.uint16), dict(photometric=0), "8 or 16 bits"),
+    "Lab": (lambda: np.zeros((64, 64, 3), np.uint8), dict(photometric=8), "Lab"),
     "planar": (lambda: np.zeros((64, 64, 3), np.uint16), dict(photometric=2, t284=2), "planar"),
     "a preview": (lambda: np.zeros((64, 64, 3), np.uint8), dict(photometric=2, t254=1), "a raw file"),
     "DNG": (lambda: np.zeros((64, 64, 3), np.uint8), dict(photometric=2, t50706=1), "a raw file")}
@@ -474,6 +566,10 @@ def test_heic_without_its_package_is_told_by_its_first_bytes(tmp_path, monkeypat
         path = tmp_path / "a.jpg"
         path.write_bytes(b"\0\0\0\x18ftyp" + brand + bytes(40))
         with refused(path, "pip install pillow-heif"):
+            picture_files.image_size(path)
+    for head in (b"\xff\n", b"\0\0\0\fJXL \r\n\x87\n"):
+        path.write_bytes(head + bytes(40))
+        with refused(path, "a JPEG XL", "djxl"):
             picture_files.image_size(path)
     path.write_bytes(b"\0\0\0\x18ftypmp42" + bytes(40)) # a film
     with refused(path, "no PNG, JPEG, WebP, BMP, TIFF, AVIF or HEIC picture"):

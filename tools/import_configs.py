@@ -98,7 +98,7 @@ def parse(path):
     return ("onetrainer" if "training_method" in found else "simpletuner"), found
 
 def read_config(path):
-    """-> (for each dataset in a configuration the arguments of read_folders or read_tables, and of fit_masks; its
+    """-> (for each dataset in a configuration the arguments of read_folders or read_tables, and of write_masks; its
     Settings). InputError if there are neither datasets nor settings of a training."""
     parts, why, settings = [], "its layout is another one", None
     try:
@@ -531,7 +531,7 @@ def fill(text, word):
     return text.replace("[trigger]", word).replace("[name]", word)
 
 def aitoolkit_part(config, their_dataset):
-    """ai-toolkit's settings of a dataset, and of its job -> arguments of read_folders, and of fit_masks. Its controls
+    """ai-toolkit's settings of a dataset, and of its job -> arguments of read_folders, and of write_masks. Its controls
     are control_path, a string or a list, and control_path_1 or control_path2, ..., which may be null."""
     controls = []
     for key in sorted(their_dataset.keys() & set(CONTROLS)):

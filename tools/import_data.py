@@ -19,9 +19,11 @@ $ python tools/import_data.py SOURCE OUT --hold_out 10                # a tenth 
 
 The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, counted from 0, NAME_0, NAME_1; its mask
 NAME_mask or NAME-masklabel. Where more names agree without it, an ending such as -Edit, _after or -Bearbeitet is left
-out. Its prompt is in NAME.txt beside the target, or else beside the control; several lines become one prompt (in OUT
-each line is a prompt of its own). Masks may have any form that read_mask lists. The pictures in OUT are hard links
-where the disk allows it: they take no space, but a program that changes one in place changes the original too.
+out. Where none agree, so is what all names of a folder share in front and behind, if the rests of both folders are the
+same: before_001 is a control of after_001, IMG_7 one of IMG_E7. The prompt is in NAME.txt beside the target, or else
+beside the control; several lines become one prompt (in OUT each line is a prompt of its own). Masks may have any form
+that read_mask lists. The pictures in OUT are hard links where the disk allows it: they take no space, but a program
+that changes one in place changes the original too.
 A table or configuration that you give is no link out of its folder; it may refer to any picture or folder, and a
 configuration to tables below its own folder. What is found in a folder, which may come from strangers, may not: a table
 refers only to files below its own folder, and no link leads out. A cache becomes a cache; give its index to train.py as
@@ -34,6 +36,7 @@ import csv
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -54,7 +57,6 @@ from common import InputError, error_line, tell
 from library.cli import command_line
 from library.data import dataset, picture_files
 from library.data.dataset import as_list, refuse_many
-from library.data.picture_files import reserve_pixels
 from library.files import disk, stray_files
 from tools.import_configs import ASK, CONFIGS, fill, is_config, next_commands, read_config
 
@@ -72,8 +74,11 @@ COLUMNS = dict(
     mask="mask mask_image mask_img edit_mask control_mask".split(),
     prompt="prompt caption text instruction edit_prompt edit_instruction".split())
 TABLES = ".jsonl .json .csv .tsv".split()
-ABOUT = [*TABLES, *CONFIGS, ".parquet", ".md"] # what lies beside pictures, and is about them
 CACHES = ".safetensors .pt .pth .bin .ckpt .pkl".split() # all but the first are pickles: refused
+OTHERS = { # what to do about files that hold samples, and are not read
+    ".arrow": "a dataset of save_to_disk; write it as a table with datasets.load_from_disk(FOLDER).to_parquet(FILE), "
+              "or load_from_disk(FOLDER)['train'] if it has splits",
+    ".tar": f"an archive; unpack it (tar xf FILE), put its targets and controls into two folders, then {ASK}"}
 MOST_COLUMNS = 1000 # of a table
 MOST_TRIGGER = 1000 # letters of a word that a caption may name a hundred thousand times
 
@@ -83,13 +88,15 @@ def role_of(name, names_of):
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
-# endings that programs and people give to edited pictures and to their originals, in small letters
-ENDINGS = [mark + word for mark in "-_ ." for word in (
-    "edit edited after target output result retouched bearbeitet final before original orig control source input raw"
-    .split())]
+# endings that programs and people give to edited pictures and to their originals
+ENDING = re.compile(r"(?i)(?<=[^/])[-_ .](edit|edited|after|target|output|result|retouched|bearbeitet|final"
+                    r"|before|original|orig|control|source|input|raw)\Z")
+# what a name consists of: numbers, words of an alphabet, and single other letters and signs
+PIECES = re.compile(r"(?is)\d+|[a-z\u00c0-\u1fff]+|.")
 BESIDE = {"_mask": "mask", "-masklabel": "mask", "-condlabel": ("control", 0, 0)} # endings of pictures beside a target
-WHY_NOT = dict(dict.fromkeys(["picture", "caption"], "no target has this name; rename or delete it"),
-               other="this script cannot read such pictures; convert it to PNG or delete it")
+WHY_NOT = {"picture": "no target has this name; rename or delete it",
+           "caption": "no target has this name; rename or delete it",
+           "other": "this script cannot read such pictures; convert it to PNG (a .jxl by djxl) or delete it"}
 
 def find_folders(source):
     """-> {role: folder}, by the names in FOLDERS. InputError if two folders have the same role."""
@@ -135,23 +142,36 @@ def count_agreeing(files):
     return sum(bool(meanings(*key, names)) for key in files if isinstance(key[0], int) and key[2] == "picture")
 
 def cut_endings(files):
-    """list_files's files, with stems without their ending of ENDINGS."""
+    """list_files's files, with stems without their ENDING."""
     cut = {}
     for (role, stem, kind), paths in files.items():
-        name = stem.split("/")[-1].lower()
-        end = next((end for end in ENDINGS if name.endswith(end) and name != end), "")
-        cut.setdefault((role, stem[:len(stem) - len(end)], kind), []).extend(paths)
+        cut.setdefault((role, ENDING.sub("", stem), kind), []).extend(paths)
     return cut
 
-def first_names(files, folders):
-    """-> the name of a target, and of a control in each folder, to show a person in what they differ."""
-    shown = []
-    for role in folders:
-        names = [paths[0].name for (r, _, kind), paths in files.items() if (r, kind) == (role, "picture")]
-        if role != "mask":
-            side = "target" if role == "target" else "control"
-            shown.append(" ".join([side, *names[:1]]))
-    return ", ".join(shown)
+def shared_by(lists):
+    """-> the items with which all of these lists begin."""
+    return [items[0] for items in itertools.takewhile(lambda items: len(set(items)) == 1, zip(*lists))]
+
+def cut_shared(stems):
+    """Names of a folder -> ({what is left of each without the PIECES that all share in front and behind: name}, the
+    form of all, such as before_*). Numbers in front stay: 2023_1 and 2024_1 are two photographs."""
+    front = re.match(r"\D*", "".join(shared_by(map(PIECES.findall, stems))))[0]
+    rests = [stem[len(front):] for stem in stems]
+    behind = "".join(shared_by([PIECES.findall(rest)[::-1] for rest in rests])[::-1])
+    return dict(zip([rest.removesuffix(behind) for rest in rests], stems)), f"{front}*{behind}"
+
+def match_rests(files, folders):
+    """-> {(role, name): a target's name} of the controls or masks in a folder without any target's name, if cut_shared
+    leaves the same of both, which is printed. files, folders: list_files's."""
+    targets, form = cut_shared(stems_of("target", "picture", files))
+    found = {}
+    for role, folder in folders.items():
+        others, other_form = cut_shared(stems_of(role, "picture", files))
+        is_same = targets.keys() == others.keys() and "" not in targets
+        if is_same and {*targets.values()}.isdisjoint(others.values()):
+            found |= {(role, name): targets[rest] for rest, name in others.items()}
+            tell(f"{folder}: {len(others)} names are matched by what differs in them: {other_form} belongs to {form}")
+    return found
 
 def meanings(role, stem, kind, targets):
     """-> what a file may be, by its name: [(name of a target, what)]. what: "target", "caption", "mask", "spare
@@ -187,40 +207,38 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
         command_line.check_text("--prompt", text)
     if target in controls:
         raise InputError(f"{target}: given as both targets and controls; give the folder of the controls")
-    if alone and controls:
-        raise InputError(f"{controls[0]}: a folder of controls, which --alone excludes; leave --alone out, or give "
-                         "OUT --target DIR --alone")
     allowed = [source] if source else list(folders.values())
     files, problems = list_files(folders, suffix, source)
     if controls and count_agreeing(cut := cut_endings(files)) > count_agreeing(files):
         files = cut
+    names = match_rests(files, folders)
     images = stems_of("target", "picture", files)
     beside = {stem for stem in images for end in BESIDE if stem.endswith(end) and stem.removesuffix(end) in images}
     beside -= stems_of("target", "caption", files) # only targets have captions
     targets, samples, lacking = {name: {} for name in sorted(images - beside)}, [], set()
-    for key, paths in files.items():
-        owners = meanings(*key, targets)
+    for (role, stem, kind), paths in files.items():
+        owners = meanings(role, names.get((role, stem), stem), kind, targets)
         for name, what in owners:
             targets[name].setdefault(what if len(owners) == 1 else "unclear", []).extend(paths)
         if not owners:
-            problems += [error_line(f"{path}: not used: {WHY_NOT[key[2]]}") for path in paths]
+            problems += [error_line(f"{path}: not used: {WHY_NOT[kind]}") for path in paths]
         # a sample lacks this control, or mask, unless another picture is in its place
-        if key[2] == "other" and key[0] != "target" and (*key[:2], "picture") not in files:
-            lacking |= {key[1], re.sub(r"(_control)?_\d+$", "", key[1])}
-    kinds = {what for own in targets.values() for what in own}
-    has_controls = any(what == "unclear" or what[0] == "control" for what in kinds)
+        if kind == "other" and role != "target" and (role, stem, "picture") not in files:
+            lacking |= {stem, re.sub(r"(_control)?_\d+$", "", stem)}
+    has_controls = any(what == "unclear" or what[0] == "control" for own in targets.values() for what in own)
     is_readable = all(kind != "other" for _, _, kind in files) # raw files have lines of their own
     if targets and not alone and not has_controls and is_readable:
-        raise InputError(f"{target}: no control has the name of one of these targets ({first_names(files, folders)}: "
-                         "but for suffixes the names must be equal); rename one side, or name other folders: OUT "
-                         "--target DIR --control DIR, or add --alone if there are no controls")
+        shown = {role: paths[0].name for (role, _, kind), paths in files.items() if kind == "picture"}
+        raise InputError(f"{target}: no control has the name of one of these targets (target {shown['target']}, "
+                         f"control {shown.get(0, 'none')}: but for suffixes, and what all names of a side share, they "
+                         f"must be equal); rename one side, or {ASK}, or add --alone if there are no controls")
     for name, own in [item for item in targets.items() if item[0] not in lacking]:
         with common.collect_errors(problems):
             refuse_links(sum(own.values(), []), allowed)
             check_files(name, own, targets, controls, alone)
             numbers = sorted(what for what in own if what[0] == "control")
             own_controls = [own[what][0] for what in numbers]
-            path, captions = read_captions(own, suffix, prompts, trigger, wordings, allowed)
+            path, captions = read_captions(own, suffix, prompts, trigger, wordings)
             masks = {"mask": path for path in own.get("mask", [])}
             samples.append(dataset.make_sample(path, target, name, own["target"][0], own_controls, captions, masks))
     return samples, problems
@@ -253,15 +271,14 @@ def check_files(name, files, targets, controls, alone):
             raise InputError(f"{target}: {fault} in {folder}; name the first one like the target, further ones with "
                              "_1, _2, ... behind it")
 
-def read_captions(files, suffix, prompts, trigger, wordings, allowed):
+def read_captions(files, suffix, prompts, trigger, wordings):
     """-> (file of a target's caption, its prompts). files: the target's {what: paths}; prompts: for a target without a
-    file; suffix, trigger, wordings: as for read_folders; allowed: the folders out of which no link may lead."""
+    file; suffix, trigger, wordings: as for read_folders."""
     target = files["target"][0]
     captions = files.get("caption", []) + files.get("spare caption", [])
     if captions and suffix == ".json":
         raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if captions:
-        refuse_links(captions[:1], allowed)
         file, text = captions[0], stray_files.read_text(captions[0]).strip()
         lines = [line for line in re.split("[\r\n]+", text) if line.strip()]
         prompts = lines if wordings else [text]
@@ -286,6 +303,8 @@ def read_rows(table):
     """-> pairs (where, row). A row is a dictionary, or a line of JSON that should hold one; None is an empty cell."""
     if table.suffix == ".parquet":
         return read_parquet(table)
+    if table.suffix in OTHERS:
+        raise InputError(f"{table}: {OTHERS[table.suffix]}")
     if table.suffix not in TABLES:
         raise InputError(f"{table}: not a table; give {', '.join(TABLES)}, .parquet or a trainer's "
                          + ", ".join(CONFIGS))
@@ -455,7 +474,7 @@ def find_file(table, anywhere, folder, where, cell):
             return file
         raise InputError(f"{where}: {cell!r:.200} lies outside of {base}; if you trust the table, give {table} itself "
                          "as SOURCE")
-    if file.is_relative_to(base) and (why := stray_files.why_gone(file)):
+    if why := stray_files.why_gone(file):
         raise InputError(f"{where}: {cell!r:.200}: {why}")
     raise InputError(f"{where}: {cell!r:.200} is not a file in {base}; correct the path, or move the table")
 
@@ -489,69 +508,27 @@ def read_tables(tables, anywhere, folder, columns, alone):
     if others:
         names = ", ".join(f"{name or repr(name):.100} ({count} rows)" for name, count in others.items())
         tell(f"{tables[0]}: columns that are not read: {names:.2000}")
-    tell_beside(samples, folder)
     return samples, problems
-
-def tell_beside(samples, folder):
-    """Prints which files lie in the folders of a table's pictures, and are named in no row. folder: find_file's."""
-    named = [path for sample in samples for path in [*dataset.pictures_of(sample), *sample.overlays.values()]]
-    used = set(map(os.path.realpath, named))
-    # the place of a link is its own, as it may lead to the hub's blobs
-    places = {os.path.realpath(Path(path).parent): Path(path).parent for path in named}
-    places.pop(os.path.realpath(folder), None)
-    for _, place in sorted(places.items()):
-        files = {}
-        for path in sorted(filter(Path.is_file, place.iterdir())):
-            if os.path.realpath(path) in used:
-                files[path, "picture"] = [path]
-            elif path.suffix not in ABOUT and stray_files.kind_of(path) in ("picture", "other", "unknown"):
-                files[path, "unknown"] = [path]
-        stray_files.sort_out(place, files)
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
-def fit_mask(sample, file, invert, alpha):
-    """-> the file of a sample's mask: its own, or with `invert` or `alpha` this one, which is written. None if the mask
-    selects nothing or everything. InputError if it cannot be told what it selects."""
-    if alpha:
-        mask = picture_files.decode(sample.target, None).convert("RGBA").getchannel("A")
-    else:
-        mask = picture_files.read_mask(sample.mask)
-    if picture_files.mask_is_empty(mask):
-        return None
-    if not alpha and not invert:
-        return sample.mask
-    (ImageOps.invert(mask) if invert else mask).save(file)
-    return str(file)
-
-def fit_masks(samples, folder, invert=False, alpha=False):
-    """-> (samples, problems). Masks that select nothing or everything are left out, and printed; those that are to be
-    written become files in `folder`. invert: black is the region. alpha: the opaque part of each target is it."""
-    masked = [place for place, sample in enumerate(samples) if sample.mask or alpha]
+def write_masks(samples, folder, invert, alpha):
+    """A configuration's samples -> (samples, problems), with masks that become files in `folder`. invert: black is the
+    region. alpha: the opaque part of each target is it."""
     folder.mkdir()
-
-    def work(place):
-        sample = samples[place]
-        with reserve_pixels([sample.target if alpha else sample.mask]):
-            return fit_mask(sample, folder / f"{place}.png", invert, alpha)
-    good, empty, problems = dict(enumerate(samples)), [], []
-    masks = common.run_ahead(work, masked, threads=8, most=32)
-    for place, future in zip(common.progress("reading masks", masked, unit=" masks"), masks):
-        sample = samples[place]
-        file = sample.target if alpha else sample.mask
-        # a table's picture has no file of its own
-        shown = f"mask of {sample.name}" if Path(file).is_relative_to(folder.parent) else file
-        try:
-            mask = future.result()
-            good[place] = replace(sample, overlays={"mask": mask} if mask else {})
-            if mask is None:
-                empty.append(shown)
-        except InputError as e:
-            del good[place]
-            problems.append(str(e).replace(file, shown))
-    if empty:
-        tell(f"masks that select nothing or everything, left out, {len(empty)}: {stray_files.first_of(empty, 8)}")
-    return [*good.values()], problems
+    good, problems = [], []
+    for n, sample in enumerate(common.progress("writing masks", samples, unit=" masks")):
+        file = folder / f"{n}.png"
+        with common.collect_errors(problems):
+            if alpha or sample.mask:
+                if alpha:
+                    mask = picture_files.decode(sample.target, None).convert("RGBA").getchannel("A")
+                else:
+                    mask = picture_files.read_mask(sample.mask)
+                (ImageOps.invert(mask) if invert else mask).save(file)
+                sample = replace(sample, overlays={"mask": str(file)})
+            good.append(sample)
+    return good, problems
 
 # ---- writing our layout ----------------------------------------------------------------------------------------------
 
@@ -632,7 +609,11 @@ def find_parts(source, columns, alone):
     if alone or has_pairs or list(target.glob("*-condlabel.*")):
         controls = [folders["control"]] if "control" in folders else []
         return [dict(target=target, controls=controls, mask=folders.get("mask"), source=source)], None
-    names = ", ".join([path.name for path in stray_files.listed(source, "*")][:5]) or "nothing"
+    inside = stray_files.listed(source, "*")
+    for path in [*inside, *stray_files.listed(source, "*/*.arrow")]:
+        if path.suffix in OTHERS:
+            raise InputError(f"{path}: {OTHERS[path.suffix]}")
+    names = ", ".join([path.name for path in inside][:5]) or "nothing"
     raise InputError(f"{source}: holds {names}; {ASK} (or --target DIR --alone), or give a table or a configuration "
                      "itself as SOURCE; -h lists the names that are recognised")
 
@@ -694,17 +675,19 @@ def convert(args, columns, tmp):
         raise InputError(f"--prompt: {source} is a table, which has its own prompts; leave --prompt out")
     samples, problems = [], []
     for n, part in enumerate(parts):
-        changes = {name: part.pop(name) for name in ("invert", "alpha") if name in part}
+        invert, alpha = part.pop("invert", False), part.pop("alpha", False)
         default = part.pop("default", None) # a configuration's
         if "tables" in part:
             new, faults = read_tables(**part, folder=tmp, columns=columns, alone=args.alone)
         else:
             new, faults = read_folders(**dict(prompt=args.prompt or default) | part, alone=args.alone)
-        new, of_masks = fit_masks(new, tmp / f"masks{n}", **changes)
+        if invert or alpha:
+            new, of_masks = write_masks(new, tmp / f"masks{n}", invert, alpha)
+            faults += of_masks
         if len(parts) > 1: # each part gets a folder, as two parts may have the same names
             new = [replace(sample, name=f"{n}/{sample.name}") for sample in new]
         samples += new
-        problems += faults + of_masks
+        problems += faults
     if not samples and not problems:
         problems.append(error_line(f"{source}: no sample in it; see -h for the layouts, or {ASK}"))
     held_out = []
@@ -746,9 +729,7 @@ def main():
         # raises InputError for a bad prompt; only a configuration knows the word of a placeholder
         dataset.make_sample("--prompt", args.out, "", None, [], [fill(args.prompt, "word")])
     if by_flags and args.source:
-        others = (["--control", *args.control] if args.control else []) + (["--mask", args.mask] if args.mask else [])
-        meant = common.shell_command(["import_data.py", args.out, "--target", args.target or args.source, *others])
-        parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give {meant}")
+        parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; {ASK}")
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
     common.refuse_to_replace(args.out)

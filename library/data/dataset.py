@@ -165,7 +165,7 @@ def read_folder(data, folders):
         refuse_outside(folder, data)
     # what no sample has taken yet
     left = {(role, *key): paths for role, folder in folders.items() for key, paths in find_files(folder).items()}
-    samples, away = [], [key for key in left if key[2] == "away"]
+    samples = []
     whole = {(role, stem) for role, stem, kind in left if kind == "picture"}
     problems = stray_files.sort_out(data, left)
     for role, name, kind in list(left):
@@ -181,7 +181,7 @@ def read_folder(data, folders):
             why = f"{paths[0].suffix} is not read; convert it to PNG or JPEG"
         problems += [error_line(f"{path}: not used: {why}") for path in paths]
     lacking = set() # names of samples of which a control, or a mask, cannot be used: --skip_bad leaves them out
-    for role, stem, kind in [*left, *away]:
+    for role, stem, kind in left:
         in_place = kind != "picture" and (role, stem) in whole
         if role != "target" and kind != "caption" and not in_place:
             lacking |= {stem, re.sub(r"_\d+$", "", stem)}
@@ -236,7 +236,7 @@ def picture_facts(path):
     """-> [(width, height), content hash] of a picture; behind the hash stands a mark if its colours are converted to
     sRGB, which earlier versions did not do: such a picture is encoded again. InputErrors are image_size's."""
     with open_image(path) as image:
-        mark = picture_files.mark_of(image) if "icc_profile" in image.info else ""
+        mark = picture_files.mark_of(image, path)
     return [image_size(path), file_hash(path) + mark]
 
 def mask_facts(path):

@@ -8,7 +8,7 @@ colours, so a colour profile is converted. A mask, in any program's form, become
 
     opening     PNG, JPEG, WebP and BMP; TIFF, AVIF and HEIC; what is refused. Only the header is read
     pixels      rotation by EXIF, size, decoding, read_image, the size to resize to
-    colours     ICC profiles, 16-bit gray, transparency
+    colours     ICC profiles, 16 bits, transparency
     masks       the forms in which other programs write them
     memory      how many pixels threads may hold at once
 """
@@ -23,7 +23,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, ImageSequence
 from PIL.ImageCms import Flags, Intent
 
 from common import InputError, MAX_PIXELS, tell
@@ -37,11 +37,11 @@ Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads 
 PAGE_KIND, OLD_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 255, 258, 262, 284, 339, 50706 # tags of TIFF
 SMALLER, MASK = 1, 4 # bits of PAGE_KIND
 HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
-MOST_SCANS = 100
 
 def open_image(path, content=None):
-    """Header only: a PIL image whose size is known and allowed. InputError names the file. content: the hash of
-    dataset.picture_facts, which the file's bytes, read once, must have."""
+    """Header only: a PIL image whose size is known and allowed; its raw_mode is PIL's name for the pixels in the file,
+    such as "RGB;16B", or "". InputError names the file. content: the hash of dataset.picture_facts, which the file's
+    bytes, read once, must have."""
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
         raise InputError(f"{path}: {stray_files.why_gone(path) or 'no file of that name; add it'}")
     source = path if content is None else None # what cannot be read is not opened without its hash, either
@@ -66,6 +66,8 @@ def open_image(path, content=None):
             notes.load_prepare() # what PIL does before and after it decodes the pixels, which is left out here: sizes
             notes.load_end() # are asked of a whole dataset
             image.info |= notes.info
+    args = image.tile[0].args if image.tile else ""
+    image.raw_mode = args if isinstance(args, str) else args[0]
     return image
 
 def open_photo(path, source):
@@ -88,9 +90,6 @@ def open_photo(path, source):
             check_numbers(path)
     except Exception: # a damaged picture can fail in any way
         raise InputError(f"{path}: {why_not(path, formats)}")
-    if image.mode == "LAB": # which needs no profile, but is converted by one; PIL's own way is coarse
-        lab = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB"))
-        image.info.setdefault("icc_profile", lab.tobytes())
     image.info.pop("xmp", None) # PIL would turn by it, too, which these formats do not mean
     return image
 
@@ -99,6 +98,8 @@ def why_not(path, formats):
     with open(path, "rb") as file:
         head = file.read(32)
     stray_files.refuse_pointer(path, head)
+    if head.startswith((b"\xff\n", b"\0\0\0\fJXL ")):
+        return "a JPEG XL, which is not read; export it as PNG, or run djxl FILE FILE.png"
     if not head:
         return "an empty file; replace it"
     # HEIC begins with the length of its first box, "ftyp", and heic, heix, hevc, mif1, ...
@@ -115,10 +116,10 @@ def check_tiff(path, image):
     if tags.get(PAGE_KIND, 0) & 1 or DNG in tags:
         raise InputError(f"{path}: a raw file, of which only the preview could be read; develop it, and export a JPEG")
     bits = tags.get(BITS, (1,))
-    is_16_bit_gray = bits == (16,) and tags[WHITE_IS_ZERO] == 1
-    if image.mode in ("I", "F") or 2 in tags.get(SIGNED, ()) or (image.mode.startswith("I;16") and not is_16_bit_gray):
-        raise InputError(f"{path}: {bits[0]} bits of a kind that is not read (floats, signed, or with white as 0); "
-                         "save it with 8 or 16 bits")
+    is_other_gray = image.mode.startswith("I;16") and (bits != (16,) or tags[WHITE_IS_ZERO] != 1)
+    if image.mode in ("I", "F", "LAB") or 2 in tags.get(SIGNED, ()) or is_other_gray:
+        raise InputError(f"{path}: {bits[0]} bits of a kind that is not read (floats, signed, Lab, or with white as "
+                         "0); save it in RGB with 8 or 16 bits")
     if tags.get(PLANES) == 2 and bits[0] == 16: # PIL takes them for another order
         raise InputError(f"{path}: 16 bits with each colour apart (planar), which is not read; save it interleaved")
 
@@ -127,12 +128,11 @@ def check_pages(path, source):
     copies of the first one, or its mask, as cameras and editors write them."""
     # read apart, as PIL would mix what two pages say of themselves
     with Image.open(path if source is path else io.BytesIO(source.getvalue()), formats=["TIFF"]) as pages:
-        with contextlib.suppress(EOFError): # behind the last page
-            while True:
-                pages.seek(pages.tell() + 1)
-                tags = pages.tag_v2
-                if not tags.get(PAGE_KIND, 0) & (SMALLER | MASK) and tags.get(OLD_KIND) != 2: # 2: smaller
-                    raise InputError(f"{path}: several pages; export one")
+        for number, page in enumerate(ImageSequence.Iterator(pages)):
+            tags = page.tag_v2
+            # 2: smaller
+            if number and not tags.get(PAGE_KIND, 0) & (SMALLER | MASK) and tags.get(OLD_KIND) != 2:
+                raise InputError(f"{path}: several pages; export one")
 
 def check_numbers(path):
     """InputError for an AVIF or HEIC whose colours are told by numbers of ITU-T H.273, as those of an ICC profile would
@@ -142,18 +142,14 @@ def check_numbers(path):
     if found and (numbers[1] in WIDE or numbers[3] in HDR): # two bytes each, the high one first
         raise InputError(f"{path}: HDR or wide colours without an ICC profile; export it as JPEG or TIFF")
 
-def check_scans(path):
-    """InputError for a progressive JPEG of so many scans, each of which may be of the whole picture, that it would take
-    minutes. (Encoders write about ten. Their marker stands nowhere else, but for notes.)"""
-    with open(path, "rb") as file:
-        scans = file.read().count(b"\xff\xda")
-    if scans > MOST_SCANS:
-        raise InputError(f"{path}: a JPEG of {scans} scans; save it anew")
-
 # ---- pixels: upright, decoded, resized -------------------------------------------------------------------------------
 
 TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM, 5: Image.TRANSPOSE,
         6: Image.ROTATE_270, 7: Image.TRANSVERSE, 8: Image.ROTATE_90} # by EXIF orientation
+# Of 16 bits a channel PIL keeps the higher byte; told the other order of bytes, it keeps the lower one. (N: libtiff's,
+# i.e. the processor's. RGBa: times alpha; where that is partial, the lower byte is not exact.)
+LOWER = {f"{colours};16{order}": f"{colours};16{other}" for colours in ("RGB", "RGBX", "RGBA", "RGBa")
+         for order, other in ("BL", "LB", "NB")}
 
 def orientation(image):
     """EXIF orientation, 1 to 8 if there is a sound one, from the header alone: PngImageFile.getexif would decode each
@@ -172,26 +168,29 @@ def image_size(path):
         raise InputError(f"{path}: {w}x{h}; sides of at least 32 pixels and an aspect of at most 10:1 are needed")
     return w, h
 
-def decode(path, content):
-    """-> PIL image in the file's own mode and format, after the EXIF rotation. content: as for open_image."""
+def decode(path, content, raw_mode=None):
+    """-> PIL image in the file's own mode and format, after the EXIF rotation. content: as for open_image. raw_mode: in
+    place of the file's, for another byte of its channels."""
     with open_image(path, content) as image:
         turn = TURN.get(orientation(image))
-        if "progressive" in image.info:
-            check_scans(path)
+        if raw_mode:
+            image.tile = [tile._replace(args=raw_mode if image.format == "PNG" else (raw_mode, *tile.args[1:]))
+                          for tile in image.tile]
         try:
             image.load()
         except Exception as e: # a damaged picture can fail in any way
             raise InputError(f"{path}: broken picture ({e}); replace it")
     turned = image.transpose(turn) if turn is not None else image
-    turned.format = image.format # which transpose drops
+    turned.format, turned.raw_mode = image.format, image.raw_mode # which transpose drops
     return turned
 
 def read_image(path, content=None):
     """-> RGB PIL image in sRGB: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips
-    it). content: as for open_image; InputError if the file has changed since."""
+    it), colours of 16 bits converted as such. content: as for open_image; InputError if the file has changed since."""
     image = decode(path, content)
     if "icc_profile" in image.info or image.mode.startswith("I;16") or image.has_transparency_data:
-        return to_plain(image, path)
+        lower = decode(path, content, LOWER[image.raw_mode]) if find_tables(image, path) else None
+        return to_plain(image, path, lower)
     return image.convert("RGB")
 
 def fit_size(size, area, upscale=True):
@@ -204,47 +203,50 @@ def fit_size(size, area, upscale=True):
         h = w / ratio
     return tuple(max(round(side / 32) * 32, 32) for side in (w, h)) # stock's can be 0 for long thin pictures
 
-# ---- colours: profiles, 16-bit gray, transparency --------------------------------------------------------------------
+# ---- colours: profiles, 16 bits, transparency ------------------------------------------------------------------------
 
 ROWS = 256 # of a strip
-GRAYS = (np.arange(2**16, dtype=np.float32) / 257).round().astype(np.uint8) # of 8 bits, for each of 16
+CODES = np.arange(2**16) / (2**16 - 1) # of 16 bits, from 0 to 1
+GRAYS = (255 * CODES).round().astype(np.uint8) # of 8 bits, for each
+# if the codes are sRGB, their light; if they are light, its level in sRGB
+LIGHT = np.where(CODES <= 0.04045, CODES / 12.92, ((CODES + 0.055) / 1.055) ** 2.4).astype(np.float32)
+LEVELS = np.interp(CODES, LIGHT, 255 * CODES).round().astype(np.uint8)
 LARGE_PROFILE = 2**24 # bytes; those of printers have up to 3 MB
+# 16 levels of red, green and blue each; as "L" nearly all grays
+PROBE = Image.fromarray(np.stack(np.meshgrid(*3 * [np.arange(0, 256, 17, dtype=np.uint8)]), -1).reshape(64, 64, 3))
 CLOSE = 2 # levels by which profiles that say sRGB differ from it: small ones have curves of few points
 
 @functools.lru_cache(16) # a camera gives all its pictures the same profile
 def conversion(profile, mode):
     """An ICC profile's bytes, a picture's mode -> (the transform to sRGB or None, what is wrong with the profile or
     None). A profile that changes nothing, i.e. sRGB under any name, needs no transform."""
-    spaces = {"CMYK": ["CMYK"], "LAB": ["Lab"]}.get(mode, ["RGB"])
-    if mode.startswith(("1", "L", "I;16")) and mode != "LAB": # gray; editors save it with profiles of RGB, too
+    spaces = ["CMYK" if mode == "CMYK" else "RGB"]
+    if mode.startswith(("1", "L", "I;16")): # gray; editors save it with profiles of RGB, too
         spaces = ["GRAY", "RGB"]
     try:
         source, srgb = ImageCms.ImageCmsProfile(io.BytesIO(profile)), ImageCms.createProfile("sRGB")
         space = source.profile.xcolor_space.strip()
         if space not in spaces:
             return None, f"is for {space}, and the picture is {spaces[0]}"
-        pixels = dict(RGB="RGB", GRAY="L", CMYK="CMYK", Lab="LAB")[space]
+        if mode.startswith("I;16") and space == "RGB":
+            source, space = as_gray(profile, b"gTRC"), "GRAY"
+        pixels = "L" if space == "GRAY" else space
         # Without the cache threads may share it. Of three curves and a matrix, as phones and cameras have, the library
         # makes tables that are exact; those of other profiles miss dark grays by up to 10 levels, but take a tenth of
         # the time.
         exact = Flags.NONE if pixels == "RGB" and source.profile.is_matrix_shaper else Flags.NOOPTIMIZE
-        build = functools.partial(ImageCms.buildTransform, source, srgb, pixels, "RGB", flags=Flags.NOCACHE | exact)
-        if pixels in ("RGB", "L"): # perceptual tables change colours even of sRGB to sRGB, so it is not asked here
-            probe = probe_of(pixels)
-            seen = build(renderingIntent=Intent.RELATIVE_COLORIMETRIC).apply(probe)
+        build = functools.partial(ImageCms.buildTransform, source, srgb, outMode="RGB", flags=Flags.NOCACHE | exact)
+        if pixels != "CMYK": # perceptual tables change colours even of sRGB to sRGB, so it is not asked here
+            probe = PROBE.convert(pixels)
+            seen = build(inMode=pixels, renderingIntent=Intent.RELATIVE_COLORIMETRIC).apply(probe)
             change = np.asarray(seen, int) - np.asarray(probe.convert("RGB"))
             if abs(change).max() <= CLOSE:
                 return None, None
-        return build(renderingIntent=Intent.PERCEPTUAL), None
+        # of more than 8 bits the library takes gray alone
+        pixels = mode if mode.startswith("I;16") else pixels
+        return build(inMode=pixels, renderingIntent=Intent.PERCEPTUAL), None
     except Exception: # a damaged profile can fail in any way
         return None, "is broken"
-
-def probe_of(mode):
-    """-> a small picture of all 256 grays, or of 16 levels of red, green and blue each."""
-    if mode == "L":
-        return Image.fromarray(np.arange(256, dtype=np.uint8)[None])
-    levels = np.arange(0, 256, 17, dtype=np.uint8)
-    return Image.fromarray(np.stack(np.meshgrid(levels, levels, levels), -1).reshape(64, 64, 3))
 
 def find_conversion(profile, mode):
     """conversion, of a profile that is small enough to be remembered."""
@@ -252,16 +254,62 @@ def find_conversion(profile, mode):
         return None, f"has over {LARGE_PROFILE:,} bytes"
     return conversion(profile, mode)
 
-def mark_of(image):
-    """A picture with a profile -> what dataset.picture_facts writes behind its content hash."""
-    transform, _ = find_conversion(image.info["icc_profile"], image.mode)
+def mark_of(image, path):
+    """What open_image gives -> what dataset.picture_facts writes behind its content hash. InputErrors: find_tables'."""
+    find_tables(image, path)
+    transform, _ = find_conversion(image.info.get("icc_profile"), image.mode)
     return " in sRGB" if transform else ""
+
+# In linear light, as GIMP and darktable export it, the darks are in the lower byte of 16 bits. PIL converts colours of
+# 8 bits only, which would be up to 20 levels off; so three curves and a matrix, as nearly all profiles are, are applied
+# here. But PIL reads the curves, as it converts gray of 16 bits.
+
+def as_gray(profile, curve):
+    """An ICC profile's bytes -> a profile of gray with this one of its curves: b"rTRC", b"gTRC" or b"bTRC"."""
+    named = profile[20:].replace(curve, b"kTRC", 1) # its table of contents comes first
+    return ImageCms.ImageCmsProfile(io.BytesIO(profile[:16] + b"GRAY" + named))
+
+@functools.lru_cache(4) # of a megabyte each
+def tables_of(profile):
+    """An ICC profile's bytes -> (float32 (3, 65536): the light of red, green and blue at each level; the matrix (3, 3)
+    from these lights to sRGB's). None if it has no curves and matrix, or more than these."""
+    with contextlib.suppress(Exception): # a damaged profile can fail in any way
+        source, srgb = ImageCms.ImageCmsProfile(io.BytesIO(profile)).profile, ImageCms.createProfile("sRGB")
+        coded = as_gray(ImageCms.ImageCmsProfile(srgb).tobytes(), b"rTRC")
+        levels = Image.fromarray(np.arange(2**16, dtype=np.uint16)[None])
+        # optimized, they would have 4096 levels
+        curves = [ImageCms.buildTransform(as_gray(profile, name), coded, "I;16", "I;16", flags=Flags.NOOPTIMIZE)
+                  for name in (b"rTRC", b"gTRC", b"bTRC")]
+        lights = LIGHT[[np.asarray(curve.apply(levels))[0] for curve in curves]]
+        primaries = [np.array([p.red_colorant[0], p.green_colorant[0], p.blue_colorant[0]]).T for p in (srgb, source)]
+        matrix = np.linalg.solve(*primaries).astype(np.float32)
+        return (lights, matrix) if b"A2B0" not in profile else None
+
+def find_tables(image, path):
+    """What open_image gives -> tables_of its profile if it has colours of 16 bits a channel, and they are converted;
+    else None. InputError if only 8 bits of them could be."""
+    raw_mode, profile = image.raw_mode, image.info.get("icc_profile")
+    transform, _ = find_conversion(profile, "LA" if raw_mode == "LA;16B" else image.mode)
+    if not transform or ";16" not in raw_mode or raw_mode[0] == "I": # gray is converted whole
+        return None
+    tables = tables_of(profile)
+    if not tables or raw_mode not in LOWER:
+        raise InputError(f"{path}: 16 bits with a profile that is applied to 8 only (one of tables, or of gray with "
+                         "alpha); save it in sRGB, or with 8 bits")
+    return tables
+
+def convert_16(image, lower, lights, matrix):
+    """A picture's higher and lower bytes as images -> RGB image in sRGB, without alpha. lights, matrix: tables_of's."""
+    levels_HW3 = 256 * np.asarray(image.convert("RGB"), np.uint16) + np.asarray(lower.convert("RGB"))
+    light_HW3 = lights[range(3), levels_HW3] @ matrix.T
+    return Image.fromarray(LEVELS[(65535 * light_HW3.clip(0, 1)).round().astype(np.uint16)])
 
 warned = set() # paths: a file is read for the VAE, the text encoder and the sheets
 
-def to_srgb(image, profile, path):
-    """A picture of 8 bits whose ICC profile has these bytes -> the same in sRGB. A profile that cannot be used is
-    ignored, with a line: the colours count as sRGB, as they do without any."""
+def to_srgb(image, profile, path, lower=None):
+    """A picture whose ICC profile has these bytes -> the same in sRGB. A profile that cannot be used is ignored, with a
+    line: the colours count as sRGB, as they do without any. lower: the lower bytes of 16 bits a channel, if tables_of
+    the profile are to be used."""
     transform, problem = find_conversion(profile, image.mode)
     if problem and path not in warned:
         warned.add(path)
@@ -270,24 +318,29 @@ def to_srgb(image, profile, path):
     if not transform:
         return image
     alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
-    image = transform.apply(image.convert(transform.input_mode))
+    if lower:
+        image = convert_16(image, lower, *tables_of(profile))
+    else:
+        image = transform.apply(image.convert(transform.input_mode))
     if alpha:
         image.putalpha(alpha)
     return image
 
-def to_plain(image, path):
+def to_plain(image, path, lower=None):
     """A decoded picture -> RGB of 8 bits, opaque, in sRGB and without a profile, as read_image returns it. In
-    strips, since most of these steps make a copy: a picture of 160 megapixels would take gigabytes."""
+    strips, since most of these steps make a copy: a picture of 160 megapixels would take gigabytes. lower: as for
+    to_srgb."""
     # it is None where a PNG's or JPEG's is broken
     has_profile, profile = "icc_profile" in image.info, image.info.get("icc_profile")
     plain = Image.new("RGB", image.size)
     for top in range(0, image.height, ROWS):
-        strip = image.crop((0, top, image.width, min(top + ROWS, image.height)))
+        box = (0, top, image.width, min(top + ROWS, image.height))
+        strip = image.crop(box)
         strip.info.pop("icc_profile", None)
+        if has_profile:
+            strip = to_srgb(strip, profile, path, lower and lower.crop(box))
         if strip.mode.startswith("I;16"):
             strip = Image.fromarray(GRAYS[np.asarray(strip)])
-        if has_profile:
-            strip = to_srgb(strip, profile, path)
         if strip.has_transparency_data:
             strip = strip.convert("RGBA")
             strip = Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip)
@@ -403,8 +456,8 @@ def is_photo(shown_N3):
 # (glibc's heaps), and four threads then keep 6 GB; larger ones go back to the system at once.
 Image.core.set_block_size(2**26)
 
-# 8 bytes each at the peak, i.e. 2 GB: five photographs of 48 megapixels, or one that is as large as may be. Whatever
-# needs more, such as a pair of the largest, is read alone.
+# 8 bytes each at the peak (12 if 16 bits are converted), i.e. 2 GB: five photographs of 48 megapixels, or one that is
+# as large as may be. Whatever needs more, such as a pair of the largest, is read alone.
 MOST = MAX_PIXELS * 3 // 2
 
 

@@ -1,7 +1,7 @@
 """
 What lies in a folder of pictures beside those that we know by their suffixes: pictures without a suffix, which
-are taken; what systems and programs leave everywhere, which is passed over, and counted in one line; what is not on
-this disk; links to folders; and all others, which one more line counts. Names of a table may be spelled in another
+are taken; what systems and programs leave everywhere, which is passed over, and counted in one line; links to folders;
+and all others, which one more line counts. Names of a table may be spelled in another
 form of Unicode than those on the disk.
 
 Only a name without any suffix is looked into. One that we do not know often says something of its own: cat.png.part is
@@ -45,8 +45,7 @@ def find_files(folder):
         dirs[:] = [name for name in dirs if not folders[name]] # those to walk
         for name in sorted([*names, *folders.keys() - dirs]):
             path = Path(root, name)
-            # what is in a cloud has the stem of its picture
-            stem = path.relative_to(folder).with_name(away_name(name) or name).with_suffix("").as_posix()
+            stem = path.relative_to(folder).with_suffix("").as_posix()
             kind = folders.get(name) or kind_of(path)
             found.setdefault((unicodedata.normalize("NFC", stem), kind), []).append(path)
     return dict(sorted(found.items()))
@@ -80,27 +79,15 @@ JUNK = re.compile(r"""(?xi)
     | ~syncthing~.* | _gsdata_""", re.DOTALL)
 # what programs that keep folders equal call the other one of two versions: nearly the same picture twice
 CONFLICT = re.compile(r"(?i)(\.sync-|_)conflict-\d{8}-|\(.*(conflict(ed)? copy|case conflict|sfconflict).*\)")
-# before and behind the name of a file that is only in a cloud
-AWAY = {(".", ".icloud"): "iCloud", ("", ".nextcloud"): "Nextcloud", ("", ".owncloud"): "ownCloud"}
 POINTER = re.compile(rb"version https://git-lfs|/annex/objects/") # in the place of a file that was not fetched
 # how files begin that picture_files.open_image can open: PNG, JPEG, WebP, BMP, TIFF, AVIF and HEIC
 PICTURE = re.compile(rb"(?s)\x89PNG\r\n|\xff\xd8\xff|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*|.{4}ftyp(avi|he|mif1|msf1)")
 NAMED = 2 # files in a line
-MOST_FOLDERS = 8 # in a line
-ERRORS = ("link", "away") # kinds that are an error, as a picture is missed
-
-
-def away_name(name):
-    """.cat.png.icloud -> cat.png, where it stands for a file of KINDS; else None."""
-    for before, after in AWAY:
-        inner = name.removeprefix(before).removesuffix(after)
-        if before + inner + after == name and Path(inner).suffix.lower() in KINDS:
-            return inner
 
 
 def is_junk(name):
     """Whether a file or folder of this name is none of a person's."""
-    return bool(JUNK.fullmatch(name)) and not away_name(name)
+    return bool(JUNK.fullmatch(name))
 
 
 def kind_of_name(name):
@@ -116,10 +103,7 @@ def kind_of_folder(path):
 
 
 def kind_of(path):
-    """A file -> one of KINDS, or "junk", "away" if it is only in a cloud, "link", "unknown". (A placeholder that
-    is left beside its picture is junk.)"""
-    if inner := away_name(path.name):
-        return "junk" if path.with_name(inner).exists() else "away"
+    """A file -> one of KINDS, or "junk", "link", "unknown"."""
     if kind := kind_of_name(path.name) or KINDS.get(path.suffix.lower()):
         return kind
     if is_broken(path):
@@ -138,12 +122,8 @@ def is_broken(path):
 
 def why_gone(path):
     """Why nothing is at this path, and what to do; None if there is no special reason."""
-    path = Path(path)
     if is_broken(path):
         return "a link that leads nowhere; mount what it should lead to, or delete it"
-    for (before, after), cloud in AWAY.items():
-        if not os.path.exists(path) and os.path.exists(path.parent / f"{before}{path.name}{after}"):
-            return f"is in {cloud}, and not on this disk; download it first"
 
 
 def nearest(path):
@@ -178,8 +158,7 @@ def no_picture(path):
 
 
 def why_not(path):
-    """-> an error line for a file of one of ERRORS."""
-    path = path.with_name(away_name(path.name) or path.name)
+    """-> an error line for a link."""
     why = why_gone(path) or "a link to a folder, which is not followed; put the folder itself there, or delete it"
     return common.error_line(f"{path}: not used: {why}")
 
@@ -246,31 +225,28 @@ def first_of(names, most=NAMED):
     return ", ".join(names[:most] + ["..."] * (len(names) > most))
 
 
-def lines_beside(folder, unused, junk, why=""):
+def lines_beside(folder, unused, junk):
     """-> a warning that files are not used, as seen from the folder, pictures first; and a line that counts what
-    is_junk, the folders with pictures first, as one may be a person's. Of each only if there are any. why: what to do,
-    if it is not what is said of any file."""
+    is_junk. Of each only if there are any."""
     lines = []
     if unused:
         names = [seen_from(folder, path) for path in dict.fromkeys([*filter(begins_like_picture, unused), *unused])]
         files = "1 file is" if len(names) == 1 else f"{len(names):,} files are"
-        why = why or "to use a picture of them, make it a whole .jpg or .png in a folder that is read"
-        lines.append(f"warning: {folder}: {files} not used: {first_of(names)}; {why}")
+        lines.append(f"warning: {folder}: {files} not used: {first_of(names)}; to use a picture of them, make it a "
+                     "whole .jpg or .png in a folder that is read")
     if junk:
-        folders = {path.name for path in junk if any(map(is_named_picture, path.rglob("*")))}
-        names = [f"{name}/" for name in sorted(folders)] + sorted({path.name for path in junk} - folders)
-        most = max(NAMED, min(len(folders), MOST_FOLDERS))
+        names = sorted({path.name for path in junk})
         lines.append(f"{folder}: passed over, as systems and programs leave such things everywhere: {len(set(junk))} "
-                     f"({first_of(names, most)})")
+                     f"({first_of(names, 8)})")
     return lines
 
 
 def sort_out(folder, found):
     """Takes all but captions and pictures out of `found`: {(..., kind): paths}, as find_files has it -> error
-    lines for links to folders, and for what is in a cloud. It tells how many files of the folder are not used, pictures
-    beside those that were found too, and pictures that are called .txt; and how much junk there is: once a run, as a
-    script reads a dataset before its libraries are loaded, and once more behind."""
-    kinds = {kind: [] for kind in ("junk", "unknown", *ERRORS)}
+    lines for links to folders. It tells how many files of the folder are not used, pictures beside those that were
+    found too, and pictures that are called .txt; and how much junk there is: once a run, as a script reads a dataset
+    before its libraries are loaded, and once more behind."""
+    kinds = {kind: [] for kind in ("junk", "unknown", "link")}
     for key in list(found):
         if key[-1] in kinds:
             kinds[key[-1]] += found.pop(key)
@@ -281,4 +257,4 @@ def sort_out(folder, found):
     kinds["junk"] += [path for path in folder.iterdir() if is_junk(path.name)]
     for line in lines_beside(folder, beside + kinds["unknown"], kinds["junk"]):
         common.warn_once(line)
-    return [why_not(path) for kind in ERRORS for path in kinds[kind]]
+    return list(map(why_not, kinds["link"]))
