@@ -189,7 +189,10 @@ def decode(path, content):
 def read_image(path, content=None):
     """-> RGB PIL image in sRGB: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips
     it). content: as for open_image; InputError if the file has changed since."""
-    image = decode(path, content)
+    return to_rgb(decode(path, content), path)
+
+def to_rgb(image, path):
+    """A decoded picture -> as read_image returns it."""
     if "icc_profile" in image.info or image.mode.startswith("I;16") or image.has_transparency_data:
         return to_plain(image, path)
     return image.convert("RGB")
