@@ -575,19 +575,23 @@ def test_heic_without_its_package_is_told_by_its_first_bytes(tmp_path, monkeypat
     with refused(path, "no PNG, JPEG, WebP, BMP, TIFF, AVIF or HEIC picture"):
         picture_files.image_size(path)
 
-@pytest.mark.parametrize("suffix", ["avif", HEIC])
+@pytest.mark.parametrize("suffix", ["avif", HEIC, "png"])
 @pytest.mark.parametrize("primaries, curve", [(9, 16), (9, 18), (12, 13), (1, 13), (2, 2), (6, 6)])
 def test_hdr_is_refused(tmp_path, suffix, primaries, curve):
     """Where it is told by numbers alone, which PIL ignores. Those of sRGB and of films are read."""
-    path = save(paint_picture(), tmp_path / f"a.{suffix}")
-    head, box, tail = path.read_bytes().partition(b"colrnclx")
-    path.write_bytes(head + box + struct.pack(">2H", primaries, curve) + tail[4:])
+    path, notes = tmp_path / f"a.{suffix}", PngImagePlugin.PngInfo()
+    notes.add(b"cICP", bytes([primaries, curve, 0, 1]))
+    if suffix == "png":
+        paint_picture().save(path, pnginfo=notes)
+    else:
+        head, box, tail = save(paint_picture(), path).read_bytes().partition(b"colrnclx")
+        path.write_bytes(head + box + struct.pack(">2H", primaries, curve) + tail[4:])
+        assert box
     if primaries < 9:
         assert picture_files.image_size(path) == picture_files.read_image(path).size
         return
     with refused(path, "HDR or wide colours"):
         picture_files.image_size(path)
-    assert box
 
 # ---- damage, and files beside the code -------------------------------------------------------------------------------
 

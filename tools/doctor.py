@@ -4,10 +4,15 @@ prints a table of sizes and lengths, and looks for pairs that teach the wrong th
 
     other picture   target and control show different scenes, unlike the other pairs: two lists that are off by one
     mirrored        the target shows the control mirrored, or upside down
+    turned          the target shows the control turned by 90 degrees: one of the two has lost its EXIF rotation
     swapped         the pair changes the other way round than the others with its prompt (12 or more): before is after
     identical       target and control are the same picture: intended for "keep the image", otherwise a mistake
     moved           the target shows the scene shifted, zoomed or turned: the LoRA would learn to move pictures
     recoloured      the target's colours have changed everywhere, not only where it was edited
+    lost profile    one of the two has a wide colour profile, the other has its numbers without it
+    softer          the target has less fine detail than the control: a blur, a resize, a poor encoding
+    sharper         ... or more
+    clear edge      rows or columns at an edge of one of the two are transparent, and are trained as white
     other shape     target and control have different aspects, or one has more than twice the other's side
     enlarged        training would enlarge the picture to 1.1 times its sides or more, which teaches blur: train with
                     the flags that the finding names
@@ -15,6 +20,7 @@ prints a table of sizes and lengths, and looks for pairs that teach the wrong th
     duplicate       the same pair and prompt twice
     other caption   the same pair with another prompt
     other target    the same control and prompt with another target
+    same control    a further control is one of the others again
 
 The edit itself raises no alarm, but for a tone, which recolours. Errors make the exit status 1; findings do not: they
 are a reason to look. The last line is the command that comes next. Writes to OUT report.json (a line for each sample),
@@ -33,6 +39,7 @@ $ python tools/doctor.py photos --mask auto --align photos_aligned
 $ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
 """
 import functools
+import itertools
 import json
 import math
 import os
@@ -61,7 +68,8 @@ from library.files import disk
 from library.models.hub import MODELS
 from library.results import result_files
 from library.results.contact_sheets import contact_sheet, shown_prompt, thumbnail
-from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
+from tools.doctor_pairs import (change_of_detail, looks_of, odd_pairs, profile_is_lost, read_side, small_copy,
+                                swapped_pairs)
 from tools.import_data import places_of, write_sample
 from tools.page_common import (OURS, PAGE, area_words, card, chapters, detail, fold, link, node, save_page, section,
                                table, tile, to_jpeg)
@@ -83,6 +91,8 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "lists of files has slipped. Put the right ones together; until then the pair teaches nonsense.",
     "mirrored": "The target shows the control mirrored, and the LoRA would learn to mirror. If that is not the edit, "
     "turn one of the two.",
+    "turned": "The target shows the control turned by 90 degrees. One of the two has probably lost its EXIF rotation, "
+    "as in sharp, scikit-image, imageio, torchvision and img2dataset. Export it again, turned upright.",
     "swapped": "The pair changes the other way round than the others with its prompt. Look at it, and let target and "
     "control change places if it is so.",
     "identical": "Target and control are the same picture. That is right where the prompt asks for it, such as \"keep "
@@ -91,6 +101,17 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "DIR writes a copy of the dataset in which these are repaired.",
     "recoloured": "All colours have changed, also those of what was not edited. If the edit is a tone, this is right. "
     "Otherwise two exports or white balances differ: make both pictures with the same settings, or leave the pair out.",
+    "lost profile": "One of the two has a wide colour profile, such as a phone's Display P3, and the other the same "
+    "numbers without it, so that its colours are duller. A program has probably dropped it (Inkscape, exiftool -all=, "
+    "convert -strip, jpegoptim --strip-all). Export that file again, with its profile or converted to sRGB.",
+    "softer": "The target has less fine detail than the control, and the LoRA would learn to blur. It was probably "
+    "blurred, enlarged, or saved as a WebP or JPEG of low quality. Save it again from its source, at high quality. "
+    "All pairs alike: perhaps the edit.",
+    "sharper": "The target has more fine detail than the control. It was probably sharpened, or its control blurred, "
+    "enlarged, or saved as a WebP or JPEG of low quality. Save both again from their sources, at high quality. All "
+    "pairs alike: perhaps the edit.",
+    "clear edge": "Rows or columns at an edge are transparent on one side only, and are trained as a white strip. A "
+    "program has probably moved the picture (align_image_stack, a layer that was shifted). Crop both pictures alike.",
     "other shape": "Target and control have different aspects, or one is more than twice as large. That is right if "
     "the edit crops or extends pictures; otherwise crop both alike.",
     "enlarged": "Training would enlarge these pictures, which teaches blur. With --no-upscale, which "
@@ -100,7 +121,10 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "duplicate": "The pair is there twice, and so it counts twice. Delete one, unless you want that.",
     "other caption": "The same pair has two prompts. That is right if both ask for this target.",
     "other target": "One control and prompt have two targets, and the LoRA would learn their mean. Delete one, or let "
-    "the prompts tell them apart."}
+    "the prompts tell them apart.",
+    "same control": "Two controls of a sample are the same picture. A second export has probably got the next name "
+    "(darktable writes cat_01 beside cat). Delete it, unless the model is to see the picture twice."}
+MEANT = {"recoloured": 0.5, "softer": 0.9, "sharper": 0.9} # part of the pairs beyond which it is perhaps the edit
 PERHAPS = "That is perhaps the edit, and then there is nothing to do."
 NUMBERS = ("aspect: width / height of the target. rounding: by how much that changes, as sides are rounded to 32. "
            "tokens: what a sample costs in memory and time; the image's are 16x16 pixels each.")
@@ -114,13 +138,9 @@ def examine_pair(target, control):
     if not same_shape(target.size, control.size) or max(scale, 1 / scale) > SCALE:
         findings["other shape"] = f"target {w}x{h}, control {cw}x{ch}"
     size = copy_size((w, h))
-
-    def shrunk(factor):
-        to = [max(1, round(n / factor)) for n in size]
-        return [np.asarray(image.resize(to, Image.BOX)) for image in (target, control)]
-    whole, blocks = [np.subtract(*shrunk(factor), dtype=float) for factor in (1, 8)]
-    if np.sqrt((whole.mean(-1) ** 2).mean()) < SAME_RMS and abs(blocks).max() < SAME_BLOCK:
-        return findings | {"identical": f"differ by {abs(whole).mean():.1f} levels"}
+    same, levels = compare(target, control)
+    if same:
+        return findings | {"identical": f"differ by {levels:.1f} levels"}
     motion, cast = find_change(target, control)
     if motion is not None:
         dx, dy, zoom, turn = scaled(inverse(motion), max(w, h) / max(size)) # how the target shows the control's scene
@@ -131,6 +151,31 @@ def examine_pair(target, control):
             findings["moved"] += f", turned {abs(degrees):.1f} degrees {'counter' if degrees < 0 else ''}clockwise"
     if cast is not None:
         findings["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast)
+    if motion is None and cast is None: # both change the detail, too
+        ratio = change_of_detail(target, control)
+        if ratio != 1:
+            findings["softer" if ratio < 1 else "sharper"] = f"{ratio:.2f} times the control's fine detail"
+    return findings
+
+def compare(picture, other):
+    """-> (whether two PIL images are the same picture, by how many levels they differ in the mean)."""
+    size = copy_size(picture.size)
+    copies = [image.resize(size, Image.BOX) for image in (picture, other)]
+    whole = np.subtract(*copies, dtype=float)
+    blocks = np.subtract(*[copy.resize([side // 8 for side in size], Image.BOX) for copy in copies], dtype=float)
+    same = np.sqrt((whole.mean(-1) ** 2).mean()) < SAME_RMS and abs(blocks).max() < SAME_BLOCK
+    return same, abs(whole).mean()
+
+def examine_files(sides):
+    """-> {kind of finding: its description} of what the files of a target and its control say, read_side's."""
+    findings = {}
+    for (name, side), (other_name, of_other) in itertools.permutations(zip(("target", "control"), sides)):
+        (picture, bare, edges), (other, other_bare, other_edges) = side, of_other
+        if bare is not None and other_bare is None and profile_is_lost(bare, picture, other):
+            findings["lost profile"] = f"the {other_name} has the {name}'s numbers without its colour profile"
+        strips = [f"{count} at the {edge}" for edge, count in edges.items() if edge not in other_edges]
+        if strips:
+            findings["clear edge"] = f"{name}, transparent rows or columns: {', '.join(strips)}"
     return findings
 
 def find_twins(samples, thumbnails):
@@ -176,9 +221,9 @@ def examine_pictures(paths):
     """A target and its control, or a target alone -> (examine_pair's findings, 16x16 pixels of both for find_twins,
     small_copy of both for odd_pairs, by how much their looks_of differ). At full size they are held here only."""
     with reserve_pixels(paths):
-        pictures = list(map(read_image, paths))
-        pair = pictures[0], pictures[-1] # of a picture alone the target stands for its control
-        findings = examine_pair(*pair) if len(pictures) == 2 else {}
+        sides = list(map(read_side, paths))
+        pair = sides[0][0], sides[-1][0] # of a picture alone the target stands for its control
+        findings = examine_pair(*pair) | examine_files(sides) if len(sides) == 2 else {}
         small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in pair]
         return findings, small, list(map(small_copy, pair)), np.subtract(*map(looks_of, pair))
 
@@ -191,9 +236,15 @@ def examine_sample(sample, pipe, args):
     targets, controls, prompt_sizes = cache.plan_sizes(pipe, sizes, vars(args))
     w, h = sizes[0]
     findings, *looks = examine_pictures([sample.target, *sample.controls[:1]])
-    for path in sample.controls[1:]:
+    controls_seen = []
+    for path in sample.controls if len(sample.controls) > 1 else []: # each must be whole
         with reserve_pixels([path]):
-            read_image(path) # it must be whole
+            picture = read_image(path)
+        small = picture.resize(copy_size(picture.size), Image.BOX)
+        for earlier, earlier_path in controls_seen:
+            if same_shape(small.size, earlier.size) and compare(small, earlier)[0]:
+                findings["same control"] = f"{Path(path).name} is {Path(earlier_path).name} again"
+        controls_seen.append((small, path))
     row = dict(name=sample.name, prompts=sample.prompts, sizes=sizes, aspect=w / h, controls=len(controls),
                rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
                image_tokens=[sum(a * b // 256 for a, b in [target, *controls]) for target in targets]) # of 16x16 pixels
@@ -246,8 +297,9 @@ def examine(samples, pipe, args):
     thumbnails, copies, changes = zip(*seen)
     strangers = find_strangers(good, found, copies, changes)
     # between different pictures these say nothing
-    different = [indices for kind, indices, _ in strangers if kind == "other picture"]
-    found = [one for one in found if one[0] not in ("moved", "recoloured") or one[1] not in different] + strangers
+    different = [indices for kind, indices, _ in strangers if kind in ("other picture", "turned")]
+    same_scene = "moved", "recoloured", "softer", "sharper"
+    found = [one for one in found if one[0] not in same_scene or one[1] not in different] + strangers
     for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)):
         found.append((kind, [i, j], f"and {good[j].name}"))
     findings = {kind: [] for kind in KINDS}
@@ -463,27 +515,20 @@ def read_samples(roots):
         samples, problems = samples + new, problems + faults
     return samples, problems
 
-def is_perhaps_the_edit(samples, findings):
-    """Whether most pairs share a change of colours. (A single pair tells nothing.)"""
-    return 2 * len(findings["recoloured"]) > max(sum(bool(sample.controls) for sample in samples), 2)
+def perhaps_the_edit(samples, findings):
+    """-> the kinds of MEANT that so many pairs share. (A single pair tells nothing.)"""
+    pairs = max(sum(bool(sample.controls) for sample in samples), 2)
+    return [kind for kind, part in MEANT.items() if len(findings[kind]) > part * pairs]
 
 def verdict_of(samples, findings):
-    """-> what the page begins with: how many pairs have a finding. A change of colours that most pairs share is counted
-    apart."""
-    recoloured, pairs = len(findings["recoloured"]), sum(bool(sample.controls) for sample in samples)
-    perhaps = is_perhaps_the_edit(samples, findings)
+    """-> what the page begins with: how many pairs have a finding. What is perhaps the edit is counted apart."""
+    pairs, perhaps = sum(bool(sample.controls) for sample in samples), perhaps_the_edit(samples, findings)
     found = {i for kind, entries in findings.items() for _, indices in entries for i in indices
-             if not (perhaps and kind == "recoloured")}
+             if kind not in perhaps}
     what = "pairs" if pairs == len(samples) else "samples"
-    line = f"{recoloured} of {pairs} pairs are recoloured. {PERHAPS} " if perhaps else ""
+    line = "".join(f"{len(findings[kind])} of {pairs} pairs are {kind}. {PERHAPS} " for kind in perhaps)
     line += f"{len(found) or 'None'} of {len(samples)} {what} {'has' if len(found) == 1 else 'have'} "
     return line + ("another finding" if perhaps else "a finding") + (": look below." if found else ".")
-
-def judged_at(args):
-    """-> at which sizes the pictures were judged, in a sentence."""
-    sizes = ", ".join(dict.fromkeys(map(area_words, [*args.target_pixels, args.control_pixels])))
-    sizes = sizes.replace("native", "their own sizes")
-    return f"Judged for a training at {sizes}; give its --target_pixels and --control_pixels if it has others."
 
 def next_training(args, enlarged):
     """-> the command of the training that comes next, at the sizes that were judged. enlarged: the pictures that are,
@@ -502,7 +547,7 @@ def next_training(args, enlarged):
         words.append("--no-upscale")
     return common.shell_command(words)
 
-def print_findings(title, numbers, findings, verdict, judged):
+def print_findings(title, numbers, findings, verdict):
     tell(title)
     tell(f"{'':16}     min  median     max")
     for name, *values in numbers:
@@ -518,7 +563,6 @@ def print_findings(title, numbers, findings, verdict, judged):
             line += "; --no-upscale leaves them at their sizes"
         tell(line)
     tell(verdict.strip())
-    tell(judged)
 
 def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, step, args):
     """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None; step: what comes
@@ -529,7 +573,7 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
         for words, indices in entries:
             shown.append((words, [samples[i] for i in indices]))
         of_kinds[kind] = write_sheets(out, kind, shown)
-    probably_meant = of_kinds.pop("recoloured") if is_perhaps_the_edit(samples, findings) else None
+    probably_meant = [of_kinds.pop(kind) for kind in perhaps_the_edit(samples, findings)]
     parts = [aligned, *of_kinds.values()]
     by_hand = [(sample.name, [sample]) for sample in samples if sample.mask]
     titles = ["control", "target", "edited (dark = not)"]
@@ -543,16 +587,13 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
         parts.append(write_sheets(out, "mask", entries, with_mask, titles))
     some = samples[::max(1, len(samples) // 12)][:12]
     parts.append(write_sheets(out, "overview", [(sample.name, [sample]) for sample in some], of=len(samples)))
-    if probably_meant is not None:
-        heading, *rest = probably_meant
+    for heading, *rest in probably_meant:
         parts.append(section(heading.text, fold("show", *rest)))
     head = node("header", node("h1", f"Before training: {', '.join(map(dataset.root_name, args.data))}"),
-                node("p", node("b", verdict)), node("p", f"{title}. {judged_at(args)}"), node("p", step),
+                node("p", node("b", verdict)), node("p", f"{title}."), node("p", step),
                 chapters(parts))
     errors = section("Errors", *[node("p", problem) for problem in problems])
-    counts = [[kind, str(len(entries) or "")] for kind, entries in findings.items()]
-    tables = section("Numbers", table([["", "least", "median", "greatest"], *numbers]), detail(NUMBERS),
-                     table([["finding", "how many"], *counts]))
+    tables = section("Numbers", table([["", "least", "median", "greatest"], *numbers]), detail(NUMBERS))
     save_page(out / "index.html", head[0].text, [head, errors, *parts, tables])
     tell(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
 
@@ -583,7 +624,7 @@ def main():
     if samples:
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
         title, numbers, verdict = how_many(samples), numbers_of(rows), verdict_of(samples, findings)
-        print_findings(title, numbers, findings, verdict, judged_at(args))
+        print_findings(title, numbers, findings, verdict)
         moved = {i for _, indices in findings["moved"] for i in indices}
         aligned = write_aligned(args.align, samples, moved, out) if args.align else None
         step = next_training(args, findings["enlarged"])

@@ -1,5 +1,6 @@
 """
-Which pairs of a dataset are unlike its others? A part of doctor.py, which is the command to run.
+Which pairs of a dataset are unlike its others, and what has a program done to one side of a pair? A part of doctor.py,
+which is the command to run.
 
 Two pictures correspond if edges of the same direction are at the same places. Tones, borders and most styles keep that;
 whether an edge is light on dark or dark on light does not count. Small copies are compared, so that a few percent of
@@ -13,7 +14,10 @@ whose own picture is not in the folder, and 217 of 400 swapped ones (borders 99 
 import functools
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter
+
+from library.data import picture_files
+from library.data.automatic_mask import copy_size
 
 SIDE = 64 # pixels of the copies, whatever the aspect
 SHIFT = 3 # pixels by which the two may be shifted
@@ -24,7 +28,8 @@ BETTER = 2.0 # a mirrored control, or another pair's, that fits so many times be
 NONE = 0.15 # a pair below this does not correspond, if it is also
 USUAL = 0.95 # ... below so many of the target's fits with other controls: a sketch may fit badly, but others fit worse
 NEAR = 64 # neighbours by name that a target without correspondence is compared with: lists slip by a few files
-TURNED = {"left to right": np.s_[:, ::-1], "upside down": np.s_[::-1], "by 180 degrees": np.s_[::-1, ::-1]}
+MIRRORED = {"left to right": np.fliplr, "upside down": np.flipud, "by 180 degrees": functools.partial(np.rot90, k=2)}
+TURNED = {"by 90 degrees counterclockwise": np.rot90, "by 90 degrees clockwise": functools.partial(np.rot90, k=3)}
 # swapped
 LEAST = 12 # pairs with one prompt, from which on they have a direction
 DISTINCT = 2.5 # times the usual deviation, of the change that they share
@@ -79,19 +84,94 @@ def odd_pairs(names, copies, excused=()):
         if own < CLEAR: # the edit may have taken a frame away
             own = max(own, fit(edges_of_middles(control), edges[0]))
         fitting += own > CLEAR
-        mirrored = {how: fit(edges, edges_of(control[turned])) for how, turned in TURNED.items()}
+        turns = MIRRORED if own > CLEAR else MIRRORED | TURNED # few pictures look like themselves lying on a side
+        mirrored = {how: fit(edges, edges_of(turn(control))) for how, turn in turns.items()}
         how = max(mirrored, key=mirrored.get)
         near = range(max(0, i - NEAR // 2), min(len(copies), i + NEAR // 2 + 1))
         others = [fit(edges, control_edges(j)) for j in near] if own < CLEAR else [own]
         if max(mirrored[how], *others) > max(CLEAR, BETTER * own):
             if mirrored[how] > max(others):
-                found.append(("mirrored", i, f"the target shows the control turned {how}"))
+                kind = "turned" if how in TURNED else "mirrored"
+                found.append((kind, i, f"the target shows the control turned {how}"))
             else:
                 found.append(("other picture", i, f"shows the control of {names[near[np.argmax(others)]]}"))
         elif own < min(NONE, np.quantile(others, USUAL)) and i not in excused:
             alone.append(("other picture", i, "target and control have no edges in common"))
     # an edit that makes new pictures is no mistake of single pairs
     return sorted(found + alone if 2 * fitting > len(copies) else found, key=lambda one: one[1])
+
+# ---- what a program has done to one side ----------------------------------------------------------------------------
+
+# detail, in the middle of copies of up to 1024 pixels
+MIDDLE = 256
+FINEST, COARSER = 1, 4 # radii of blurs: the first takes away the finest detail, the second also the middle one
+ALIKE = 8 # levels that the rest may differ by, where two pictures count
+STRONG = 0.96 # ... and part of these that is too weak in its middle detail
+SOFTER, FINE_SOFTER = 1.02, 1.15 # times: middle and finest detail; JPEG and grain change the finest only
+
+def change_of_detail(target, control):
+    """-> by how many times the target's finest detail is stronger than the control's (two PIL images), where the two
+    are alike and most of it has changed: by a blur, sharpening or a poor encoding, not by an edit or another contrast.
+    1.0 otherwise."""
+    size = copy_size(target.size, min(1024, max(target.size), max(control.size)))
+    middle, levels = [min(side, MIDDLE) for side in size], []
+    for image in (target, control):
+        left, top = [(1 - part / side) / 2 * full for part, side, full in zip(middle, size, image.size)]
+        grey = image.resize(middle, Image.LANCZOS, (left, top, image.width - left, image.height - top)).convert("L")
+        blurred = [grey.filter(ImageFilter.BoxBlur(radius)) for radius in (FINEST, COARSER)]
+        levels.append([np.asarray(level, np.float32) for level in (grey, *blurred)])
+    (target, target_1, target_2), (control, control_1, control_2) = levels
+    alike = abs(target_2 - control_2) < ALIKE
+    if alike.mean() < 0.2:
+        return 1.0
+    fine = np.log((np.std((target - target_1)[alike]) + 0.2) / (np.std((control - control_1)[alike]) + 0.2))
+    if abs(fine) < np.log(FINE_SOFTER): # nearly all pairs
+        return 1.0
+    middles = abs(target_1 - target_2), abs(control_1 - control_2)
+    weaker = np.minimum(*middles) # a place that was blurred as an edit is weak
+    strong = alike & (weaker >= np.quantile(weaker[alike], STRONG))
+    changes = np.log((middles[0][strong] + 0.2) / (middles[1][strong] + 0.2))
+    change = np.quantile(changes, [0.4, 0.5, 0.6]).mean()
+    contrast = np.log((np.std(target_2[alike]) + 0.2) / (np.std(control_2[alike]) + 0.2))
+    is_clear = abs(change) > np.log(SOFTER) and change * fine > 0
+    # another contrast changes all detail alike, and the rest, too; grain hardly anything but the finest detail
+    is_edit = not 1.15 * abs(change) < abs(fine) < 12 * abs(change) or abs(contrast) > 0.7 * abs(change)
+    return float(np.exp(fine)) if is_clear and not is_edit else 1.0
+
+# lost profile
+TELLS = 3 # levels by which a profile must change a colour to count
+BARE = 0.5 # of the difference that is left with the profile: without it the two fit better if less is left
+
+def read_side(path):
+    """A file -> (picture as read_image returns it; its numbers without its colour profile, as small_copy has them, or
+    None if it has none that changes colours; {edge: pixels that are transparent along it})."""
+    image = picture_files.decode(path, None)
+    bare, profile = None, image.info.get("icc_profile")
+    if profile and picture_files.find_conversion(profile, image.mode)[0] and image.mode in ("RGB", "RGBA", "CMYK", "L"):
+        bare = colours_of(image)
+    return picture_files.to_rgb(image, path), bare, clear_edges(image)
+
+def colours_of(image):
+    return np.asarray(image.resize((SIDE, SIDE), Image.BOX).convert("RGB"), float)
+
+def profile_is_lost(bare, picture, other):
+    """Whether a picture's numbers without its profile (bare) agree with the other picture, and those with it do not."""
+    with_profile, other = colours_of(picture), colours_of(other)
+    tells = abs(bare - with_profile).max(-1) > TELLS
+    far, far_bare = [abs(colours - other).max(-1)[tells] for colours in (with_profile, bare)]
+    return tells.mean() > 0.01 and np.mean(far_bare < BARE * far) > 0.5
+
+def clear_edges(image):
+    """-> {edge: how many rows or columns there are mostly transparent}; {} for an object that was cut out."""
+    if not image.has_transparency_data:
+        return {}
+    clear_HW = np.asarray(image.convert("RGBA").getchannel("A")) < 128
+    h, w = clear_HW.shape
+    if clear_HW[h // 8:-(h // 8), w // 8:-(w // 8)].any():
+        return {}
+    edges = {"top": clear_HW, "bottom": clear_HW[::-1], "left": clear_HW.T, "right": clear_HW.T[::-1]}
+    counts = {edge: int(np.argmin(lines.mean(1) > 0.5)) for edge, lines in edges.items()}
+    return {edge: count for edge, count in counts.items() if count}
 
 # ---- swapped: target and control changed places ----------------------------------------------------------------------
 

@@ -220,6 +220,12 @@ def find_change(target, control):
 
 # ---- the edit: where target and control differ, but for their motion -------------------------------------------------
 
+def fine_part(image, size):
+    """-> brightness without what is coarser than a 48th of the picture: float (H, W). Unlike the coarse picture of
+    high_pass, which lies on fixed cells and draws a fit to rest, a blur moves with the picture."""
+    bright = image.convert("L").resize(size, Image.BOX)
+    return np.asarray(bright, float) - np.asarray(bright.filter(ImageFilter.GaussianBlur(max(size) / 48)))
+
 def fit_motion(target, control, motion=(0, 0, 0, 0)):
     """The motion, in pixels of copies of SIDE, that makes the control the target -> the same in pixels of the target,
     refined on copies of FINE. The two need the same aspect, not the same size."""
@@ -227,7 +233,7 @@ def fit_motion(target, control, motion=(0, 0, 0, 0)):
     for side in FINE:
         before, size = size, copy_size(target.size, side)
         motion = scaled(motion, max(size) / max(before))
-        motion = refine(motion, high_pass(target, size)[1], high_pass(control, size)[1])
+        motion = refine(motion, fine_part(target, size), fine_part(control, size))
     return scaled(motion, max(target.size) / max(size))
 
 def remaining_motion(target, control):

@@ -135,11 +135,16 @@ def check_pages(path, source):
                 raise InputError(f"{path}: several pages; export one")
 
 def check_numbers(path):
-    """InputError for an AVIF or HEIC whose colours are told by numbers of ITU-T H.273, as those of an ICC profile would
-    be, and are not sRGB's: PIL does not read these."""
+    """InputError for an AVIF, HEIC or PNG whose colours are told by numbers of ITU-T H.273, as those of an ICC profile
+    would be, and are not sRGB's: PIL does not read these."""
     with open(path, "rb") as file:
-        _, found, numbers = file.read(2**16).partition(b"colrnclx")
-    if found and (numbers[1] in WIDE or numbers[3] in HDR): # two bytes each, the high one first
+        head = file.read(2**16)
+    _, found, numbers = head.partition(b"colrnclx") # two bytes each, the high one first
+    primaries, curve = numbers[1:4:2] if found else (0, 0)
+    if head.startswith(b"\x89PNG"):
+        _, found, numbers = head.partition(b"IDAT")[0].partition(b"cICP")
+        primaries, curve = numbers[:2] if found else (0, 0)
+    if primaries in WIDE or curve in HDR:
         raise InputError(f"{path}: HDR or wide colours without an ICC profile; export it as JPEG or TIFF")
 
 # ---- pixels: upright, decoded, resized -------------------------------------------------------------------------------
@@ -187,7 +192,10 @@ def decode(path, content, raw_mode=None):
 def read_image(path, content=None):
     """-> RGB PIL image in sRGB: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips
     it), colours of 16 bits converted as such. content: as for open_image; InputError if the file has changed since."""
-    image = decode(path, content)
+    return to_rgb(decode(path, content), path, content)
+
+def to_rgb(image, path, content=None):
+    """What decode gives -> as read_image returns it."""
     if "icc_profile" in image.info or image.mode.startswith("I;16") or image.has_transparency_data:
         lower = decode(path, content, LOWER[image.raw_mode]) if find_tables(image, path) else None
         return to_plain(image, path, lower)
