@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms, ImageOps, TiffImagePlugin
+from PIL import Image, ImageCms, ImageOps, PngImagePlugin, TiffImagePlugin
 
 import cache
 import common
