@@ -60,6 +60,8 @@ def open_image(path, content=None):
         raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
     if image.format in ("PNG", "WEBP", "AVIF") and image.n_frames > 1:
         raise InputError(f"{path}: animated; export one frame")
+    if image.format == "PNG" and "icc_profile" not in image.info:
+        check_numbers(path)
     if image.format == "PNG" and "exif" not in image.info: # it may stand behind the pixels
         with contextlib.suppress(Exception): # damaged notes must not matter
             notes = Image.open(image.fp, formats=["PNG"])
