@@ -20,7 +20,7 @@ from library.results import contact_sheets
 import predict
 from tests.harness import (FULL, NATIVE, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture,
                            put_shape, run_script, save, show, within)
-from tests.test_picture_files import rgb_profile
+from tests.icc_profiles import rgb_profile
 from tools import doctor, doctor_pairs
 
 # ---- edits of pictures like photos, and what must be found -----------------------------------------------------------
