@@ -535,6 +535,18 @@ def test_hdr_is_refused(tmp_path, suffix, primaries, curve):
 
 # ---- damage, and files beside the code -------------------------------------------------------------------------------
 
+def test_a_jpeg_of_a_thousand_scans_is_one_line(tmp_path):
+    """Each scan of a progressive JPEG may be of the whole picture."""
+    save(paint_picture((64, 64)), tmp_path / "a.jpg")
+    with Image.open(tmp_path / "a.jpg") as image:
+        image.save(tmp_path / "b.jpg", progressive=True)
+    data = (tmp_path / "b.jpg").read_bytes()
+    picture_files.read_image(tmp_path / "b.jpg")
+    last = data.rindex(b"\xff\xda")
+    (tmp_path / "b.jpg").write_bytes(data[:last] + data[last:-2] * 1000 + data[-2:])
+    with refused(tmp_path / "b.jpg", "scans"):
+        picture_files.read_image(tmp_path / "b.jpg")
+
 @pytest.mark.filterwarnings("ignore") # of PIL, about the damage
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif", "avif", HEIC])
 def test_no_damage_is_a_traceback(tmp_path, suffix):

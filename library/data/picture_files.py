@@ -37,6 +37,7 @@ Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads 
 PAGE_KIND, OLD_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 255, 258, 262, 284, 339, 50706 # tags of TIFF
 SMALLER, MASK = 1, 4 # bits of PAGE_KIND
 HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
+MOST_SCANS = 100
 
 def open_image(path, content=None):
     """Header only: a PIL image whose size is known and allowed; its raw_mode is PIL's name for the pixels in the file,
@@ -149,6 +150,14 @@ def check_numbers(path):
     if primaries in WIDE or curve in HDR:
         raise InputError(f"{path}: HDR or wide colours without an ICC profile; export it as JPEG or TIFF")
 
+def check_scans(path):
+    """InputError for a progressive JPEG of so many scans, each of which may be of the whole picture, that it would take
+    minutes. (Encoders write about ten. Their marker stands nowhere else, but for notes.)"""
+    with open(path, "rb") as file:
+        scans = file.read().count(b"\xff\xda")
+    if scans > MOST_SCANS:
+        raise InputError(f"{path}: a JPEG of {scans} scans; save it anew")
+
 # ---- pixels: upright, decoded, resized -------------------------------------------------------------------------------
 
 TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM, 5: Image.TRANSPOSE,
@@ -180,6 +189,8 @@ def decode(path, content, raw_mode=None):
     place of the file's, for another byte of its channels."""
     with open_image(path, content) as image:
         turn = TURN.get(orientation(image))
+        if "progressive" in image.info:
+            check_scans(path)
         if raw_mode:
             image.tile = [tile._replace(args=raw_mode if image.format == "PNG" else (raw_mode, *tile.args[1:]))
                           for tile in image.tile]
