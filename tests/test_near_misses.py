@@ -141,7 +141,7 @@ MISSES = [
     ("tools/import_data.py photoz x", "give photos"), ("tools/import_data.py x --target photoz --alone", "give photos"),
     ("cache.py --data no/photo", "does not exist; check the name"), ("train.py --data photo.jpg", "a picture"),
     ("train.py --data photos/target/a.png", "give photos"),
-    ("tools/import_data.py src out --mask c --control a b", "import_data.py out --target src --control a b"),
+    ("tools/import_data.py src out --mask c --control a b", "name the folders: OUT --target DIR --control DIR"),
     ("tools/import_data.py src out --target t --control a", "src: "),
     ("tools/doctor.py photo", "give photos"), ("train.py --data before after", "tools/import_data.py converts"),
     ("tools/doctor.py config.yaml", "first python tools/import_data.py config.yaml OUT"),
