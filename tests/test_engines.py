@@ -78,18 +78,17 @@ def test_each_program_gets_its_names_and_the_whole_change_in_its_matrices(tmp_pa
         config = json.loads((out / "adapter_config.json").read_bytes())
         assert config == dict(peft_type="LORA", r=16, lora_alpha=16)
         assert not any("to_out.0" in name for name in tensors)
-    else: # and comes back
-        lora = predict.read_lora(out)
-        assert_same_changes(products_of(lora.state)[0], want)
-        assert not any(lora.state[f"transformer.transformer_blocks.2.attn.add_q_proj.lora_{half}.weight"].any()
-                       for half in "AB")
+    lora = predict.read_lora(out) # it comes back
+    assert_same_changes(products_of(lora.state)[0], want)
+    assert not any(lora.state[f"transformer.transformer_blocks.2.attn.add_q_proj.lora_{half}.weight"].any()
+                   for half in "AB")
     # how it is loaded, and what is lost
     line, = [line for line in said.splitlines() if line.startswith(f"{to}: ")]
     assert "FILE" not in line and "_dim RANK" not in line and str(tmp_path) in line
     outside, mods = {"img_in", "proj_out"}, {name for name in want if "img_mod" in name}
     lost = {"mflux": outside | mods, "ai-toolkit": outside, "musubi": outside, "kohya": outside}.get(to)
     share = sum(want[name].square().sum() for name in lost or ()) / sum(c.square().sum() for c in want.values())
-    words = f"{to} leaves out {len(lost or ())} of {len(changes)} layers, {share**0.5:.1%} of the change"
+    words = f"{to} leaves out {len(lost or ())} of {len(want)} layers, {share**0.5:.1%} of the change"
     assert (words in said) == bool(lost), said
 
 def test_another_program_s_alpha_goes_the_same_way_out(tmp_path):
@@ -192,3 +191,10 @@ def test_each_program_s_own_loader_makes_the_whole_change(tmp_path, made, progra
     wanted = {layer: int(layer in want and not left_out.match(layer)) for layer in found}
     wrong = {layer: found[layer] for layer in found if found[layer] != pytest.approx((wanted[layer], 0), abs=1e-3)}
     assert not wrong
+
+@pytest.mark.parametrize("to, out, said", [
+    ("SGLang", "a", "a.safetensors"), ("Stable-Diffusion.cpp", "a", "a.safetensors"),
+    ("vLLM-Omni", "a.safetensors", "reads a folder; give a")])
+def test_programs_may_be_spelled_as_they_spell_themselves(two_loras, to, out, said):
+    result = run_script("tools/convert_lora.py", two_loras[0], "--to", to, "--out", out)
+    assert result.status == 2 and said in result.err and "invalid choice" not in result.err

@@ -56,16 +56,17 @@ PROGRAMS = """
 diffusers   transformer      pipe.load_lora_weights('FILE')
 invokeai    transformer      install FILE, and set its weight to 1 where the page starts at 0.75
 sd.cpp      transformer      --lora-model-dir with the folder of FILE, and <lora:NAME:1> in the prompt, its name
-onetrainer  transformer      FILE as the LoRA base model, and a layer filter that selects just its layers
-simpletuner transformer      --init_lora FILE --lora_rank RANK, without --lora_alpha
+onetrainer  transformer      to train on: FILE as the LoRA base model, and a layer filter that selects just its layers
+simpletuner transformer      to train on: --init_lora FILE --lora_rank RANK, without --lora_alpha
 comfyui     diffusion_model  copy FILE to models/loras; node LoraLoaderModelOnly, strength 1
-diffsynth   diffusion_model  pipe.load_lora(pipe.dit, 'FILE'), then edit_image=[picture], and zero_cond_t=True for 2511
-sglang      diffusion_model  --lora-path FILE; "did not match any LoRA layer" in its log means that it draws the base
-mflux       diffusion_model  --lora FILE 1
+diffsynth   diffusion_model  pipe.load_lora(pipe.dit, 'FILE', alpha=1); edit_image=[picture]; zero_cond_t=True for 2511
+sglang      diffusion_model  --lora-path FILE --lora-scale 1; "did not match any LoRA layer": it draws the base
+mflux       diffusion_model  --lora FILE 1 --no-bake-lora
 lightx2v    diffusion_model  "lora_configs": [{"path": "FILE", "strength": 1.0}] in its config
-ai-toolkit  diffusion_model  network: type: lora, linear: RANK, pretrained_lora_path: FILE
-musubi      lora_unet        --network_weights FILE --network_dim RANK --network_alpha RANK, never --dim_from_weights
-kohya       lora_unet        --network_weights FILE --network_dim RANK --network_alpha RANK
+ai-toolkit  diffusion_model  to train on: network: type: lora, linear: RANK, pretrained_lora_path: FILE
+musubi      lora_unet        to draw: --lora_weight FILE; to train on: --network_weights FILE --network_dim RANK \
+--network_alpha RANK, never --dim_from_weights
+kohya       lora_unet        to train on: --network_weights FILE --network_dim RANK --network_alpha RANK
 vllm-omni   folder           --lora-path FILE --lora-scale 1, one at a time; without a negative_prompt no guidance
 """
 FORMS, LOADED = {}, {}
@@ -143,13 +144,14 @@ def left_out(pairs, to):
     from library.lora import foreign_loras
     if to not in LEFT_OUT:
         return []
-    sizes = {layer: square(b.float() @ a.float()) for layer, (a, b) in pairs.items()}
+    sizes = {layer: square(b.float() @ a.float()) for layer, (a, b) in pairs.items() if b.any()}
     lost = {layer: size for layer, size in sizes.items() if re.match(LEFT_OUT[to], layer)}
     if not lost:
         return []
     share = foreign_loras.relative_error(sum(lost.values()), sum(sizes.values()))
+    when = "" if to == "mflux" else " where it trains on" # musubi draws with all
     return [f"warning: {to} leaves out {len(lost)} of {len(sizes)} layers, {share:.1%} of the change by its norm, for "
-            f"instance {next(iter(lost))}"]
+            f"instance {next(iter(lost))}{when}"]
 
 # ---- a model with LoRAs in it ----------------------------------------------------------------------------------------
 
@@ -316,7 +318,8 @@ def main():
     parser = command_line.Parser(__doc__)
     parser.add_argument("lora", nargs="+", type=Path, help="the LoRA; several only with --to model")
     flag = parser.group("flags")
-    flag("--to", None, "the program that will load it, or a merged model", choices=[*FORMS, "model"], required=True)
+    flag("--to", None, "the program that will load it, or a merged model", choices=[*FORMS, "model"], required=True,
+         type=lambda text: text.lower().replace("stable-diffusion.cpp", "sd.cpp"))
     flag("--out", None, "the .safetensors file to write; with --to model or vllm-omni the folder to write", type=Path,
          required=True)
     flag("--model", None, "with --to model: hub id or folder of the base model (default: tiny)")
@@ -330,6 +333,8 @@ def main():
     if args.to != "model" and (len(args.lora) > 1 or args.model or args.scale or args.dtype):
         parser.error(f"argument --to: {args.to} works with one LoRA, without --model, --scale and --dtype; leave the "
                      "others out")
+    if args.to == "vllm-omni" and args.out.suffix == ".safetensors":
+        parser.error(f"argument --out: {args.out}: vLLM-Omni reads a folder; give {args.out.with_suffix('')}")
     if args.to not in ("model", "vllm-omni") and args.out.suffix != ".safetensors":
         parser.error(f"argument --out: {args.out} does not end in .safetensors; give "
                      + str(args.out / "NAME.safetensors" if args.out.is_dir() else f"{args.out}.safetensors"))

@@ -295,6 +295,6 @@ def next_commands(out_dir, predict_words, sample_lora):
         f"  {draw} --image CONTROL.png --prompt \"...\"",
         f"  {look}",
         f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(lora / LORA_FILE)!r}); InvokeAI, "
-        "stable-diffusion.cpp: as it is",
+        "stable-diffusion.cpp: as it is (steps, sizes, weights: GUIDE.md, \"ComfyUI and other programs\")",
         f"DiffSynth, mflux, SGLang, LightX2V, musubi and others (-h): {convert} PROGRAM --out NAME.safetensors",
     ]

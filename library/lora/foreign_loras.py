@@ -75,7 +75,7 @@ def find_layer(text):
     while prefix := PREFIXES.match(text):
         text = text[prefix.end():]
     text = re.sub(r"\.processor\.(\w+)_lora$", r".\1", text)
-    flat = text.replace(".", "_")
+    flat = re.sub("_to_out$", "_to_out_0", text.replace(".", "_")) # vLLM-Omni's
     block = re.match(r"transformer_blocks_(\d{1,4})_", flat)
     if not block:
         return layer_names().get(flat)
