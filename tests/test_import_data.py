@@ -544,6 +544,38 @@ def test_a_photograph_is_on_one_side_of_hold_out_with_all_its_edits_and_wordings
                           status=1).errors
     assert is_one_line(error, "of 1 photographs")
 
+HEAD = "target,control,prompt\n"
+@pytest.mark.parametrize("text, said", [
+    ('a.png,b.png,"red\nb.png,a.png,blue"\na.png,c.png,go', "close the quote"), ("a.png,b.png,None", "an empty prompt"),
+    ("a.png,b.png,n/a", "an empty prompt"), ("a.png,b.png,a.txt", "put its text into the table")])
+def test_a_cell_that_is_no_prompt_is_one_line(tmp_path, text, said):
+    put(tmp_path / "rows", "a.png b.png c.png", ["a.txt"])
+    [error] = import_data(write_rows(tmp_path / "rows/x.csv", HEAD + text), tmp_path / "out", status=1).errors
+    assert is_one_line(error, said)
+
+def test_a_prompt_of_several_lines_is_no_row(tmp_path):
+    put(tmp_path / "rows", "a.png b.png")
+    text = HEAD + 'a.png,b.png,"red,\nor blue, or green, and so on"'
+    assert import_data(write_rows(tmp_path / "rows/x.csv", text), tmp_path / "out").samples
+
+def test_what_a_dataset_lacks_or_has_twice_is_one_line(tmp_path):
+    """A shard of a split; two tables of a folder; a picture on both sides of --hold_out."""
+    pytest.importorskip("pyarrow")
+    put(tmp_path / "rows", "a.png b.png c.png d.png")
+    row = dict(target="a.png", control="b.png", prompt="go")
+    for n in (0, 2):
+        write_parquet(tmp_path / f"rows/train-0000{n}-of-00003.parquet", [row | dict(target="ac"[n // 2] + ".png")])
+    said = import_data(tmp_path / "rows", tmp_path / "out").out
+    assert "2 of 3 files train-*-of-00003.parquet are there" in said
+    for path in (tmp_path / "rows").glob("*.parquet"):
+        path.unlink()
+    for name, target in (("csv", "a"), ("tsv", "c")):
+        separator = dict(csv=",", tsv="\t")[name]
+        write_rows(tmp_path / f"rows/metadata.{name}", HEAD.strip().replace(",", separator),
+                   f"{target}.png,b.png,go".replace(",", separator))
+    said = import_data(tmp_path / "rows", tmp_path / "two", "--hold_out", 2).out
+    assert "2 tables are read, metadata.csv, metadata.tsv" in said and "all samples have a picture in common" in said
+
 TWICE = {
     "a.jsonl": '{"target": "a.png", "control": "b.png", "control": "c.png", "prompt": "go"}',
     "a.yaml": "config: {process: [{datasets: [{folder_path: a, control: b, control: c}]}]}",

@@ -74,6 +74,7 @@ COLUMNS = dict(
     mask="mask mask_image mask_img edit_mask control_mask".split(),
     prompt="prompt caption text instruction edit_prompt edit_instruction".split())
 TABLES = ".jsonl .json .csv .tsv".split()
+NOTHING_SAID = ["", "nan", "none", "null", "n/a", "<na>"] # cells as programs write what is not there
 CACHES = ".safetensors .pt .pth .bin .ckpt .pkl".split() # all but the first are pickles: refused
 OTHERS = { # what to do about files that hold samples, and are not read
     ".arrow": "a dataset of save_to_disk; write it as a table with datasets.load_from_disk(FOLDER).to_parquet(FILE), "
@@ -339,10 +340,18 @@ def read_csv(table, text):
                              "one")
         for row in reader:
             line = reader.line_num
-            empty = [column for column, cell in row.items() if cell in ("", "NaN", "nan")]
+            if any(is_row(line, separator, reader.fieldnames) for cell in row.values() if isinstance(cell, str)
+                   for line in cell.splitlines()[1:]):
+                raise InputError(f"{table}:{line}: a cell with another row in it; close the quote that opens it")
+            empty = [column for column, cell in row.items() if str(cell).lower() in NOTHING_SAID]
             yield f"{table}:{line}", row | dict.fromkeys(empty)
     except csv.Error as e: # e.g. a quote that is never closed, and would swallow the rest of the file
         raise InputError(f"{table}:{line}: a broken cell after this line ({e}); close its quote")
+
+def is_row(line, separator, columns):
+    """Whether a line of a cell looks like one of the table's rows, which a stray quote has swallowed."""
+    cells = line.split(separator)
+    return len(cells) == len(columns) and any(Path(cell).suffix.lower() in stray_files.PICTURES for cell in cells)
 
 def read_parquet(table):
     """Yields (where, row). It reads a few rows at a time, as they may contain pictures."""
@@ -433,6 +442,9 @@ def read_row(number, where, row, place, columns, alone):
     for role in roles:
         if not cells[role]:
             raise InputError(f"{where}: an empty {role}; correct it, or leave such rows out: --skip_bad")
+    for text in cells["prompt"]:
+        if re.fullmatch(r"\S+\.txt", str(text)):
+            raise InputError(f"{where}: the prompt is the name of a file, {text:.100}; put its text into the table")
     for role in ("target", "mask"):
         if len(cells.get(role, [])) > 1:
             raise InputError(f"{where}: several targets or masks; keep one, or name another column: --columns")
@@ -596,6 +608,11 @@ def find_parts(source, columns, alone):
     if parquets: # of several splits the one called train, which is not constrained or pretrain
         tables = [path for path in parquets if re.search("(?i)(?<![a-z])train(?![a-z])", path.name)] or parquets
     tell_unread_tables(source, tables)
+    shards = Counter(re.sub(r"-\d+-of-(\d+)$", r"-*-of-\1", path.stem) for path in tables)
+    for name, count in shards.items():
+        of = re.search(r"\*-of-(\d+)$", name)
+        if of and count != int(of[1]):
+            tell(f"warning: {source}: {count} of {int(of[1])} files {name}.parquet are there; download the others")
     if parquets:
         return [dict(tables=tables, anywhere=False)], None
     folders = find_folders(source)
@@ -603,6 +620,9 @@ def find_parts(source, columns, alone):
     if tables and has_pairs and not columns:
         raise InputError(f"{tables[0]}: not used, as there are folders of pictures; delete it, or give this file as "
                          "SOURCE")
+    if tables[1:]:
+        names = stray_files.first_of([path.name for path in tables])
+        tell(f"warning: {source}: {len(tables)} tables are read, {names}; delete one if they list the same samples")
     if tables:
         return [dict(tables=tables, anywhere=False)], None
     target = folders.get("target", source)
@@ -631,8 +651,12 @@ def choose_held_out(samples, every):
         contents.append({common.file_hash(path) for path in dataset.pictures_of(sample)[:2]})
     counts = Counter(content for own in contents for content in own)
     photographs = {}
+    shared = {content for content in counts if counts[content] == len(samples)}
+    if shared:
+        tell(f"warning: --hold_out {every}: all samples have a picture in common, which is trained and held out; if "
+             "it is their photograph, the held-out ones tell little")
     for own in contents:
-        own -= {content for content in own if counts[content] == len(samples)}
+        own -= shared
         low, *others = sorted({lowest(content) for content in own or {""}})
         group |= dict.fromkeys(others, low)
     for place, own in enumerate(contents):
