@@ -340,17 +340,17 @@ def read_csv(table, text):
                              "one")
         for row in reader:
             line = reader.line_num
-            if any(is_row(line, separator, reader.fieldnames) for cell in row.values() if isinstance(cell, str)
-                   for line in cell.splitlines()[1:]):
+            lines = [text for cell in row.values() if isinstance(cell, str) for text in cell.splitlines()[1:]]
+            if any(is_row(text, separator, reader.fieldnames) for text in lines):
                 raise InputError(f"{table}:{line}: a cell with another row in it; close the quote that opens it")
             empty = [column for column, cell in row.items() if str(cell).lower() in NOTHING_SAID]
             yield f"{table}:{line}", row | dict.fromkeys(empty)
     except csv.Error as e: # e.g. a quote that is never closed, and would swallow the rest of the file
         raise InputError(f"{table}:{line}: a broken cell after this line ({e}); close its quote")
 
-def is_row(line, separator, columns):
+def is_row(text, separator, columns):
     """Whether a line of a cell looks like one of the table's rows, which a stray quote has swallowed."""
-    cells = line.split(separator)
+    cells = text.split(separator)
     return len(cells) == len(columns) and any(Path(cell).suffix.lower() in stray_files.PICTURES for cell in cells)
 
 def read_parquet(table):
@@ -608,11 +608,11 @@ def find_parts(source, columns, alone):
     if parquets: # of several splits the one called train, which is not constrained or pretrain
         tables = [path for path in parquets if re.search("(?i)(?<![a-z])train(?![a-z])", path.name)] or parquets
     tell_unread_tables(source, tables)
-    shards = Counter(re.sub(r"-\d+-of-(\d+)$", r"-*-of-\1", path.stem) for path in tables)
-    for name, count in shards.items():
-        of = re.search(r"\*-of-(\d+)$", name)
-        if of and count != int(of[1]):
-            tell(f"warning: {source}: {count} of {int(of[1])} files {name}.parquet are there; download the others")
+    shards = [re.fullmatch(r"(.*)-\d+-of-(\d+)", path.stem) for path in tables]
+    for (name, of), count in Counter(shard.groups() for shard in shards if shard).items():
+        if count != int(of):
+            tell(f"warning: {source}: {count} of {int(of)} files {name}-*-of-{of}.parquet are there; download the "
+                 "others")
     if parquets:
         return [dict(tables=tables, anywhere=False)], None
     folders = find_folders(source)

@@ -1,8 +1,8 @@
 """
 What lies in a folder of pictures beside those that we know by their suffixes: pictures without a suffix, which
 are taken; what systems and programs leave everywhere, which is passed over, and counted in one line; links to folders;
-and all others, which one more line counts. Names of a table may be spelled in another
-form of Unicode than those on the disk.
+and all others, which one more line counts. Names of a table may be spelled in another form of Unicode than those on the
+disk.
 
 Only a name without any suffix is looked into. One that we do not know often says something of its own: cat.png.part is
 not whole yet, cat.jpg_original and cat.jpg~ are copies from before an edit. Taken, they would be trained, or edited,
