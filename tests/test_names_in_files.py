@@ -247,8 +247,7 @@ ALLOWED = {
         "share": {"QwenImageTransformer2DModel.from_config(source.config)": "of a model in memory"},
         "start": {"subprocess.Popen([sys.executable, *map(str, command)])": "our scripts, with the tool's own flags"}},
     "tools/gpu_numbers.py": {"": {"find_spec('bitsandbytes')": OWN}},
-    "tools/import_data.py": {"convert": {"getattr(flag)": OWN}},
-    "tools/import_configs.py": {"parse": {"yaml.load(text)": "a SafeLoader, which makes plain values"}},
+    "tools/import_configs.py": {"parse": {"yaml.load(text)": "a BaseLoader, which makes texts"}},
     "tools/lean_train.py": {"": {
         "FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / 'scheduler')": FILES,
         "getattr(args.dtype)": FLAG, "locate(args.optimizer)": "--optimizer, as in train.py",

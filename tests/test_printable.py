@@ -116,7 +116,7 @@ def test_the_doctor_and_its_page(tmp_path, strange):
     assert "identical, 1" in result.out
 
 def test_what_import_data_says_of_a_table(tmp_path):
-    """Its columns, its rows, its trigger word; also what it says when the work is done."""
+    """Its columns, its rows; also what it says when the work is done."""
     for name in ("a", "b"):
         save(paint_picture(seed=ord(name)), tmp_path / f"{name}.png")
     rows = [dict(target="a.png", control="b.png", prompt="x", **{f"column\n{PLANTED}\x1b[2J": 1}),

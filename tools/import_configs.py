@@ -3,14 +3,14 @@ Configurations of other trainers -> which folders and tables their datasets are,
 of train.py with those of their settings that it has, too. They may come from strangers: values are data, nothing in
 them is run, and a file that one names is opened only below its own folder, but for pictures.
 
-What is not here, and has no line: the defaults of a program whose file is silent, units other than train.py's, and
-words for what stays behind. It stands in one line, `not taken over: key = value, ...`, to be looked up in train.py -h.
+What is not here, and has no line: the defaults of a program whose file is silent, units other than train.py's, keys
+that count only beside another one, and what would have to be computed, as steps from epochs. It stands in one line,
+`not taken over: key = value, ...`, to be looked up in train.py -h.
 """
-import argparse
-import math
-import os
+import contextlib
 import re
 import shlex
+import textwrap
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
@@ -26,17 +26,14 @@ from library.data.dataset import as_list
 from library.files import stray_files
 from library.lora import peft_config
 
-CONFIGS = ".toml .yaml .yml .sh .env".split()
+CONFIGS = ".toml .yaml .yml .sh".split()
 ASK = "name the folders: OUT --target DIR --control DIR" # what to do about any layout that this script does not know
-CONTROLS = ["control_path", *[f"control_path{middle}{n}" for middle in ("", "_") for n in range(10)]] # ai-toolkit's
-
-MOST_SHOWN = 500 # settings that are not taken over
-MOST_YAML = 2**20 # bytes: stray_files.read_text reads no more of a configuration
+MOST_SHOWN = 20_000 # letters of settings that are not taken over
 
 # a dotted key of TOML with over 20 parts: tomllib's time grows with the square of their number
 LONG_KEY = re.compile(r"""(?<![\w-])((?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*){20}""")
 
-class Loader(yaml.SafeLoader): # a class, as yaml calls its method
+class Loader(yaml.BaseLoader): # a class, as yaml calls its methods
     def compose_mapping_node(self, anchor):
         """ValueError for a key that is given twice, of which yaml would keep the last value in silence."""
         node = super().compose_mapping_node(anchor)
@@ -47,40 +44,22 @@ class Loader(yaml.SafeLoader): # a class, as yaml calls its method
         return node
 
     def construct_scalar(self, node):
-        """ValueError for a number with so many digits that to count them takes minutes: 1:0:0:0..., in sixties."""
+        """Numbers stay texts: as a number, 1:0:0:0..., which YAML counts in sixties, takes minutes."""
         text = super().construct_scalar(node)
-        if node.tag.endswith((":int", ":float")) and len(text) > 1000:
-            raise ValueError(f"a number of {len(text):,} letters")
-        return text
+        return {"true": True, "false": False, "null": None, "~": None, "": None}.get(text.lower(), text)
 
-    def get_single_node(self):
-        """ValueError for aliases that would make more of the text than a person can have written."""
-        node = super().get_single_node()
-        if size_of(node, {}) > 10 * MOST_YAML:
-            raise ValueError("its aliases stand for millions of letters")
-        return node
-
-def size_of(node, sizes):
-    """How many letters of values a node of yaml stands for, where each alias is what it names. sizes: of nodes that are
-    known: {id: size}; it adds its own. A node that holds itself is endless."""
-    if id(node) not in sizes:
-        sizes[id(node)] = math.inf # until it is known
-        inner = [] if node is None or isinstance(node, yaml.ScalarNode) else node.value
-        if isinstance(node, yaml.MappingNode):
-            inner = [one for pair in inner for one in pair]
-        sizes[id(node)] = 1 + sum(size_of(one, sizes) for one in inner)
-        if isinstance(node, yaml.ScalarNode):
-            sizes[id(node)] += len(node.value)
-    return sizes[id(node)]
+    def compose_node(self, parent, index):
+        """ValueError for an alias: a few lines of them can stand for more than a memory holds."""
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("an alias, *name; write its value in its place")
+        return super().compose_node(parent, index)
 
 def parse(path):
     """-> (the program whose configuration this is, a name in TABLES; what its file says). Any exception if it cannot
     be read."""
     text = stray_files.read_text(path)
-    if path.suffix in (".sh", ".env"):
+    if path.suffix == ".sh":
         found = read_shell(text)
-        if path.suffix == ".env":
-            return "simpletuner", found
         return "diffsynth" if "dataset_base_path" in found else "kohya", found
     if path.suffix == ".toml":
         if LONG_KEY.search(text):
@@ -89,50 +68,34 @@ def parse(path):
     if path.suffix != ".json":
         return "aitoolkit", yaml.load(text, Loader)
     found = common.read_json(text)
-    if isinstance(found, list):
-        return ("onetrainer" if "balancing" in found[0] else "simpletuner"), found
-    if "config" in found:
-        return "aitoolkit", found
-    if found.keys() & {"network_dim", "network_alpha", "train_data_dir"}: # as a window of sd-scripts saves it
-        return "kohya", found
-    return ("onetrainer" if "training_method" in found else "simpletuner"), found
+    first = found[0] if isinstance(found, list) else found
+    return ("onetrainer" if {"balancing", "training_method"} & first.keys() else "simpletuner"), found
 
 def read_config(path):
-    """-> (for each dataset in a configuration the arguments of read_folders or read_tables, and of write_masks; its
-    Settings). InputError if there are neither datasets nor settings of a training."""
-    parts, why, settings = [], "its layout is another one", None
+    """-> (for each dataset in a configuration the arguments of read_folders or read_tables; its Settings). InputError
+    if there are no datasets."""
+    parts, why = [], "its layout is another one"
     try:
         program, config = parse(path)
         take_apart, part_of = PROGRAMS[program]
         values, rows, other = take_apart(path, config)
-        settings = Settings(path, program, collect(values))
         if other and not rows:
             more, rows, _ = take_apart(path, parse(own_file(path, other))[1])
-            settings.values = collect(more + values)
+            values = more + values
         if not rows:
             raise KeyError("datasets")
         parts = [part_of(path, row) for row in rows]
-        settings.datasets = len(parts)
+        settings = Settings(path, program, collect(values), len(parts))
     except Exception as e: # a foreign file can fail in any way
         if isinstance(e, KeyError):
-            why = f"no {e}"
+            why = f"no {e!s:.100}"
         elif isinstance(e, (ValueError, yaml.YAMLError)): # (the others speak of Python)
             why = common.first_words(e)
-    no_data = "" if parts else f"{path}: no datasets of pictures in it ({why}); {ASK}"
-    for place in [place for part in parts for place in (part.get("target"), *part.get("tables", [])) if place]:
-        if not os.path.exists(place):
-            no_data = f"{place}: does not exist; {stray_files.near_path(place)}, or {ASK}"
-    if no_data and not (settings and translate(settings)[0]):
-        raise InputError(no_data)
-    settings.no_data = no_data
-    for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
-        tell(f"{path}: captions without {trigger!r:.100}, the trigger word, will begin with it")
-    different = []
-    for part in parts: # other programs have a dataset once for each of its sizes: a pair could be trained and held out
-        if part not in different:
-            different.append(part)
-        else:
-            tell(f"{path}: {part.get('target') or part.get('tables')} is there twice, and is read once")
+        raise InputError(f"{path}: no datasets of pictures in it ({why}); {ASK}")
+    # other programs have a dataset once for each of its sizes: a pair could be trained and held out
+    different = [part for n, part in enumerate(parts) if part not in parts[:n]]
+    if different != parts:
+        tell(f"{path}: names {len(parts)} datasets, of which some are the same; each is read once")
     return different, settings
 
 def own_file(config, name):
@@ -149,15 +112,16 @@ def own_file(config, name):
 def locate(config, name):
     """-> a path of a configuration. A relative one begins at the working folder, as for its trainer, at the
     configuration, or at one of the two folders above it, as the trainer is started there: where something exists."""
-    folder = config.resolve().parent
-    places = [Path(name), config.parent / name, *[above / name for above in folder.parents[:2]]]
+    places = [Path(name), *[above / name for above in config.resolve().parents[:3]]]
     return next((path for path in map(stray_files.on_disk, places) if path.exists()), config.parent / name)
 
 def caption_suffix(extension):
-    """txt or .txt -> .txt. ValueError if no file name can end in it."""
-    return Path("caption").with_suffix("." + extension.lstrip(".")).suffix
+    """txt or .txt -> .txt. ValueError for JSON, and what no file's name ends in."""
+    if not re.fullmatch(r"\.?(?!json)\w+", extension):
+        raise ValueError(f"caption files that end in {extension!r:.50}: write them as .txt")
+    return "." + extension.lstrip(".")
 
-# ---- settings: their key, our flag, and a setting that must have one of these values, or this one is asleep ----------
+# ---- settings: their key, our flag -----------------------------------------------------------------------------------
 
 # The keys are those of the programs' documents, from October 2025 to August 2026: ai-toolkit's config_modules.py,
 # musubi-tuner's and sd-scripts' parsers and dataset documents, OneTrainer's modules/util/config/, SimpleTuner's
@@ -175,8 +139,6 @@ network.linear_alpha                             lora_alpha
 network.alpha                                    lora_alpha
 network.dropout                                  lora_dropout
 train.batch_size                                 batch_size
-train.gradient_accumulation                      accumulation
-train.gradient_accumulation_steps                accumulation
 train.steps                                      max_steps
 train.optimizer                                  optimizer
 train.lr                                         lr
@@ -184,10 +146,6 @@ train.lr_scheduler                               lr_scheduler
 train.lr_scheduler_params.warmup_steps           warmup_steps
 train.optimizer_params.weight_decay              weight_decay
 train.max_grad_norm                              max_grad_norm
-train.ema_config.ema_decay                       ema                    train.ema_config.use_ema=True
-model.qtype                                      quantize               model.quantize=True
-model.qtype_te                                   quantize_text_encoder  model.quantize_te=True
-sample.sample_every                              sample_every
 save.save_every                                  save_every""",
     kohya="""
 model_version                                    model
@@ -202,8 +160,6 @@ network_alpha                                    lora_alpha
 network_dropout                                  lora_dropout
 batch_size                                       batch_size
 train_batch_size                                 batch_size
-gradient_accumulation_steps                      accumulation
-max_train_epochs                                 epochs
 max_train_steps                                  max_steps
 optimizer_type                                   optimizer
 learning_rate                                    lr
@@ -214,45 +170,33 @@ seed                                             seed
 fp8_base                                         quantize
 fp8_vl                                           quantize_text_encoder
 blocks_to_swap                                   offload
-sample_every_n_steps                             sample_every
 save_every_n_steps                               save_every""",
     onetrainer="""
 base_model_name                                  model
 resolution                                       target_pixels
-concepts.balancing                               repeats                concepts.balancing_strategy=REPEATS
 text_encoder.dropout_probability                 caption_dropout_rate
 lora_rank                                        lora_rank
 lora_alpha                                       lora_alpha
 dropout_probability                              lora_dropout
 batch_size                                       batch_size
-gradient_accumulation_steps                      accumulation
-epochs                                           epochs
 optimizer.optimizer                              optimizer
 learning_rate                                    lr
 learning_rate_scheduler                          lr_scheduler
-learning_rate_warmup_steps                       warmup_steps
 optimizer.weight_decay                           weight_decay
 clip_grad_norm                                   max_grad_norm
-ema_decay                                        ema                    ema=GPU|CPU
 transformer.weight_dtype                         quantize
-text_encoder.weight_dtype                        quantize_text_encoder
-sample_after                                     sample_every           sample_after_unit=STEP
-save_every                                       save_every             save_every_unit=STEP""",
+text_encoder.weight_dtype                        quantize_text_encoder""",
     simpletuner="""
 model_flavour                                    model
 pretrained_model_name_or_path                    model
 model_name                                       model
 resolution                                       target_pixels
 conditioning.resolution                          control_pixels
-repeats                                          repeats+1
 caption_dropout_probability                      caption_dropout_rate
 lora_rank                                        lora_rank
 lora_alpha                                       lora_alpha
 lora_dropout                                     lora_dropout
 train_batch_size                                 batch_size
-gradient_accumulation_steps                      accumulation
-num_train_epochs                                 epochs
-num_epochs                                       epochs
 max_train_steps                                  max_steps
 max_num_steps                                    max_steps
 optimizer                                        optimizer
@@ -262,14 +206,11 @@ lr_schedule                                      lr_scheduler
 lr_warmup_steps                                  warmup_steps
 weight_decay                                     weight_decay
 max_grad_norm                                    max_grad_norm
-ema_decay                                        ema                    use_ema=True
 seed                                             seed
 training_seed                                    seed
 base_model_precision                             quantize
 text_encoder_1_precision                         quantize_text_encoder
 musubi_blocks_to_swap                            offload
-validation_step_interval                         sample_every
-validation_steps                                 sample_every
 checkpoint_step_interval                         save_every
 checkpointing_steps                              save_every""",
     diffsynth="""
@@ -277,26 +218,21 @@ model_id_with_origin_paths                       model
 max_pixels                                       target_pixels
 dataset_repeat                                   repeats
 lora_rank                                        lora_rank
-gradient_accumulation_steps                      accumulation
-num_epochs                                       epochs
 learning_rate                                    lr
 weight_decay                                     weight_decay
 save_steps                                       save_every""")
 
 # What the functions at the end of this file read of a dataset; control_path_1 stands for control_path_2, ... too.
 DATA_KEYS = dict(
-    aitoolkit="folder_path control_path mask_path alpha_mask invert_mask caption_ext caption_type default_caption "
-              "trigger_word",
+    aitoolkit="folder_path control_path mask_path caption_ext",
     kohya="image_directory image_dir image_jsonl_file control_directory conditioning_data_dir caption_extension "
-          "multiple_target dataset_config",
+          "dataset_config",
     onetrainer="concepts.path concepts.enabled concept_file_name",
-    simpletuner="id type dataset_type disabled disable instance_data_dir instance_data_root conditioning_data "
-                "conditioning_type source_dataset_id caption_strategy instance_prompt only_instance_prompt "
-                "prepend_instance_prompt disable_multiline_split data_backend_config dataloader_config",
+    simpletuner="id type dataset_type disabled instance_data_dir conditioning_data conditioning_type "
+                "source_dataset_id caption_strategy disable_multiline_split data_backend_config",
     diffsynth="dataset_base_path dataset_metadata_path")
 # their words for our values, without marks and capitals
-QUANTIZE = dict(true="fp8", fp8="fp8", float8="fp8", qfloat8="fp8", fp8quanto="fp8", int8="int8", qint8="int8",
-                int8quanto="int8", nf4="nf4", nfloat4="nf4", nf4bnb="nf4")
+QUANTIZE = dict(true="fp8", float8="fp8", fp8quanto="fp8", int8="int8", int8quanto="int8", nfloat4="nf4", nf4bnb="nf4")
 WORDS = dict(
     model=dict(edit="Qwen/Qwen-Image-Edit", editv1="Qwen/Qwen-Image-Edit", edit2509="Qwen/Qwen-Image-Edit-2509",
                editv2="Qwen/Qwen-Image-Edit-2509", edit2511="Qwen/Qwen-Image-Edit-2511"),
@@ -317,9 +253,7 @@ TYPES = dict(
     lora_rank=number(int, 1, peft_config.MOST_RANK), lora_alpha=number(float, 1e-6, peft_config.MOST_ALPHA),
     lora_dropout=number(float, 0, 0.99), batch_size=positive, max_steps=positive, lr=not_negative,
     warmup_steps=command_line.natural, weight_decay=not_negative, max_grad_norm=number(float, 1e-12),
-    ema=number(float, 0, 0.99999), seed=command_line.seed_number, offload=command_line.natural,
-    sample_every=command_line.natural, save_every=positive)
-REFUSALS = (ArithmeticError, LookupError, TypeError, ValueError, argparse.ArgumentTypeError)
+    seed=command_line.seed_number, offload=command_line.natural, save_every=positive)
 SECRET = re.compile("(?i)token$|api_?key|secret|password") # a key whose value is nobody's business
 
 @dataclass
@@ -328,8 +262,7 @@ class Settings:
     file: Path
     program: str # a name in TABLES
     values: dict # {key, with dots: [a value for each dataset that has it]}
-    datasets: int = 1
-    no_data: str = "" # why its pictures are not found, if they are not
+    datasets: int
 
 def flatten(value, key=""):
     """Yields (key with dots, value). Of a list of objects each one counts, so a key may come several times."""
@@ -340,54 +273,41 @@ def flatten(value, key=""):
         for one in value:
             yield from flatten(one, key)
     else:
-        yield key, {"true": True, "false": False}.get(str(value).lower(), value)
+        yield key, value
 
 def collect(configs):
-    """-> {key: [its values]} of these dictionaries. ValueError for more settings than a program has."""
+    """-> {key: [its values]} of these dictionaries."""
     values = {}
     for config in configs:
         for key, value in flatten(config):
             values.setdefault(key, []).append(value)
-    if len(values) > 5000:
-        raise ValueError(f"{len(values):,} settings")
     return values
 
 def read_shell(text):
-    """A script with `accelerate launch train.py --flag value ...`, or lines of NAME=value -> {flag or name in small
-    letters: value}. Nothing is run, and no variable is filled in."""
+    """A script with `accelerate launch train.py --flag value ...` -> {flag: value}. Nothing is run, and no variable is
+    filled in."""
     values = {}
     for line in re.sub(r"[\\^`]\r?\n", " ", text).splitlines():
         flag = None
-        if not re.search(r"^--|\.py\b|\blaunch\b|^(export )?\w+=", line): # a download
+        if not re.search(r"\.py\b|\blaunch\b", line): # a download
             continue
         for word in shlex.split(line, comments=True):
             if word.startswith("--"):
                 flag, _, word = word[2:].partition("=")
-                values[flag] = word or values.get(flag) or True
-            elif flag and word in ("&&", "||", "|", ";", "&"):
-                flag = None
-            elif flag and not word.endswith(".py"):
-                values[flag] = word if values[flag] is True else [*as_list(values[flag]), word]
-            elif "=" in word:
-                name, _, word = word.partition("=")
-                values |= read_shell(word) if word.startswith("--") else {name.lower(): word}
+                values[flag] = word or True
+            elif flag: # what stands behind a value, such as && and a further command, stays with it
+                values[flag] = word if values[flag] is True else f"{values[flag]} {word}"
     return values
 
 def areas(value, program):
-    """A resolution -> [its areas]: 512, "512,768", [512, 768]. sd-scripts and musubi-tuner mean a width and a height by
-    two numbers."""
-    parts = value if isinstance(value, list) else str(value).split(",")
-    if program == "kohya" and len(parts) > 1:
-        parts = ["x".join(map(numeral, parts))]
-    return parts
-
-def numeral(value):
-    """A value as the type of a flag reads it: 2000.0 -> "2000"."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+    """A resolution -> [its areas]. Of [960, 544] musubi-tuner means a width and a height, ai-toolkit two sizes."""
+    if not isinstance(value, list):
+        return [value]
+    return ["x".join(map(str, value))] if program == "kohya" else value
 
 def to_word(flag, value):
-    """One value of theirs -> the word of train.py's command line that means it. One of REFUSALS if there is none."""
-    text = numeral(value)
+    """One value of theirs -> the word of train.py's command line that means it. An exception if there is none."""
+    text = str(value).strip()
     if len(text) > 300:
         raise ValueError("is too long")
     if flag == "model": # DiffSynth-Studio has files behind it
@@ -401,8 +321,8 @@ def to_word(flag, value):
     return text
 
 def to_words(settings, flag, values):
-    """The values of one key, one of each dataset that has it -> words of one flag. One of REFUSALS if it refuses them,
-    or if the datasets differ, which are one dataset here. Sizes are collected."""
+    """The values of one key, one of each dataset that has it -> words of one flag. An exception if it refuses
+    them, or if the datasets differ, which are one dataset here. Sizes are collected."""
     if flag.endswith("pixels"):
         values = [area for value in values for area in areas(value, settings.program)]
     if flag == "repeats": # a dataset without counts once
@@ -412,48 +332,17 @@ def to_words(settings, flag, values):
         raise ValueError("differs")
     return words
 
-def take_over(settings, flag, values, flags, samples):
-    """The values of one key, for this word of TABLES -> (flag of train.py, its words). One of REFUSALS, as to_words.
-    flags: {flag: words} of the rows above, on which steps and epochs depend."""
-    batch = int(flags.get("batch_size", ["1"])[0])
-    if flag == "repeats+1": # SimpleTuner counts those after the first one
-        return "repeats", to_words(settings, "repeats", [command_line.natural(numeral(value)) + 1 for value in values])
-    if flag == "accumulation":
-        count, = to_words(settings, "batch_size", values)
-        return "batch_size", to_words(settings, "batch_size", [batch * int(count)])
-    if flag == "epochs":
-        count, = to_words(settings, "max_steps", values)
-        steps = math.ceil(samples * int(flags.get("repeats", ["1"])[0]) / batch)
-        return "max_steps", to_words(settings, "max_steps", [steps * int(count)])
-    return flag, to_words(settings, flag, values)
-
-def is_awake(settings, condition):
-    """Whether a row of TABLES counts: KEY=VALUE|VALUE, the setting with this key has one of these values."""
-    key, _, states = condition.partition("=")
-    values = {str(value) for value in settings.values.get(key, [])}
-    return bool(values) and values <= set(states.split("|"))
-
-def translate(settings, samples=0, held_out=False):
-    """-> ({flag of train.py: its words}, ["key = value", ...] of all that is not taken over). samples: that are
-    trained, 0 if it is not known: then epochs are no steps; held_out: whether there are others, to validate."""
-    flags, done, taken = {}, set(), set()
+def translate(settings):
+    """-> ({flag of train.py: its words}, ["key = value", ...] of all that is not taken over)."""
+    flags, taken = {}, set()
     for row in TABLES[settings.program].strip().splitlines():
-        key, flag, *conditions = row.split()
+        key, flag = row.split()
         if f"datasets.{key}" in settings.values:
             key = f"datasets.{key}"
-        if flag in flags or flag in done or key not in settings.values:
-            continue
-        if flag == "sample_every" and not held_out: # train.py has nothing to validate then
-            continue
-        if not all(is_awake(settings, condition) for condition in conditions):
-            continue
-        try:
-            name, words = take_over(settings, flag, settings.values[key], flags, samples)
-        except REFUSALS:
-            continue
-        flags[name] = words
-        done.add(flag)
-        taken |= {key, *[condition.split("=")[0] for condition in conditions]}
+        if flag not in flags and key in settings.values:
+            with contextlib.suppress(Exception): # a foreign value can fail in any way
+                flags[flag] = to_words(settings, flag, settings.values[key])
+                taken.add(key)
     data = DATA_KEYS[settings.program].split()
     rest = []
     for key, values in settings.values.items():
@@ -463,9 +352,9 @@ def translate(settings, samples=0, held_out=False):
             rest.append(f"{key} = {shown:.80}")
     return flags, rest
 
-def next_commands(settings, out, val, count):
+def next_commands(settings, out, val):
     """-> lines: what is not taken over, and the commands that come next. settings: or None, of data without; val: the
-    folder of the samples that are held out, or None; count: of the others, 0 if it is not known."""
+    folder of the samples that are held out, or None."""
     doctor = ["python", "tools/doctor.py", out]
     train = ["python", "train.py", "--model", "Qwen/Qwen-Image-Edit-2509", "--data", out]
     if val:
@@ -473,11 +362,11 @@ def next_commands(settings, out, val, count):
         train += ["--val_data", val]
     if not settings:
         return ["next:", f"  {common.shell_command(doctor)}"]
-    flags, rest = translate(settings, count, bool(val))
+    flags, rest = translate(settings)
     lines = []
     if rest:
-        more = f", and {len(rest) - MOST_SHOWN:,} more" if len(rest) > MOST_SHOWN else ""
-        lines.append(f"{settings.file.name}: not taken over: {', '.join(rest[:MOST_SHOWN])}{more}")
+        shown = textwrap.shorten(", ".join(rest), MOST_SHOWN, placeholder=", ...")
+        lines.append(f"{settings.file.name}: not taken over: {shown}")
     if "model" in flags:
         train[3], = flags.pop("model")
     else:
@@ -486,8 +375,7 @@ def next_commands(settings, out, val, count):
         train += [f"--{flag}", *words]
         if flag.endswith("pixels"):
             doctor += [f"--{flag}", *words]
-    title = "next:" if count else "when the pictures are imported:"
-    return [*lines, title, f"  {common.shell_command(doctor)}", f"  {common.shell_command(train)}"]
+    return [*lines, "next:", f"  {common.shell_command(doctor)}", f"  {common.shell_command(train)}"]
 
 # ---- datasets -------------------------------------------------------------------------------------------------------
 
@@ -509,12 +397,10 @@ def kohya_apart(path, config):
 
 def kohya_part(path, their_dataset):
     """Settings of a dataset -> arguments of read_folders or read_tables."""
-    if their_dataset.get("multiple_target"):
-        raise ValueError("multiple_target: its pictures are several targets of one sample, which must be pairs here")
     if "image_jsonl_file" in their_dataset:
         return dict(tables=[own_file(path, their_dataset["image_jsonl_file"])], anywhere=True)
     controls = [their_dataset[key] for key in ("control_directory", "conditioning_data_dir") if key in their_dataset]
-    target = their_dataset["image_dir"] if "image_dir" in their_dataset else their_dataset["image_directory"]
+    target = their_dataset.get("image_dir") or their_dataset["image_directory"]
     return dict(target=locate(path, target), controls=[locate(path, name) for name in controls],
                 suffix=caption_suffix(their_dataset.get("caption_extension", "txt")))
 
@@ -526,119 +412,77 @@ def aitoolkit_apart(path, config):
     rows = [process | part for process in processes for part in process.get("datasets") or []]
     return [*processes, job, config], rows, None
 
-def fill(text, word):
-    """A caption with this word in ai-toolkit's placeholders."""
-    return text.replace("[trigger]", word).replace("[name]", word)
-
 def aitoolkit_part(config, their_dataset):
-    """ai-toolkit's settings of a dataset, and of its job -> arguments of read_folders, and of write_masks. Its controls
-    are control_path, a string or a list, and control_path_1 or control_path2, ..., which may be null."""
+    """ai-toolkit's settings of a dataset, and of its job -> arguments of read_folders. Its controls are control_path, a
+    string or a list, and control_path_1 or control_path2, ..., which may be null."""
     controls = []
-    for key in sorted(their_dataset.keys() & set(CONTROLS)):
-        controls += as_list(their_dataset[key] or [])
-    trigger = their_dataset.get("trigger_word")
-    if isinstance(trigger, (list, dict)):
-        raise ValueError(f"trigger_word {trigger!r:.100} is no word")
-    alpha, mask = bool(their_dataset.get("alpha_mask")), their_dataset.get("mask_path")
-    if alpha and mask:
-        tell(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
-    default = command_line.only_text(their_dataset.get("default_caption") or "")
-    if alpha:
-        tell(f"{config}: alpha_mask: what is opaque in a target is its mask, and what is transparent becomes white")
-    if alpha or mask:
+    for key in sorted(their_dataset):
+        if re.fullmatch(r"control_path(_?\d)?", key):
+            controls += as_list(their_dataset[key] or [])
+    mask = their_dataset.get("mask_path")
+    if mask and their_dataset.get("invert_mask"):
+        raise ValueError("invert_mask: white is the edited region here; invert the masks, and delete this setting")
+    if mask:
         tell(f"{config}: to leave what is outside of a mask out of the loss, use train.py --mask_background_weight 0")
-    suffix = their_dataset.get("caption_type") or their_dataset.get("caption_ext", "txt") # the first is its older name
-    controls = [locate(config, name) for name in controls]
-    mask = locate(config, mask) if mask and not alpha else None
-    trigger = None if trigger is None else str(trigger).strip()
-    return dict(target=locate(config, their_dataset["folder_path"]), controls=controls, mask=mask, alpha=alpha,
-                invert=bool(their_dataset.get("invert_mask")), suffix=caption_suffix(suffix),
-                trigger=trigger, default=default or None)
-
-EMBEDS = "text_embeds image_embeds conditioning_image_embeds".split() # SimpleTuner's caches
+    return dict(target=locate(config, their_dataset["folder_path"]),
+                controls=[locate(config, name) for name in controls], mask=locate(config, mask) if mask else None,
+                suffix=caption_suffix(their_dataset.get("caption_ext", "txt")))
 
 # ---- SimpleTuner -----------------------------------------------------------------------------------------------------
 
+EMBEDS = "text_embeds image_embeds conditioning_image_embeds".split() # SimpleTuner's caches
+
 def simpletuner_apart(path, config):
-    """Its list of datasets, beside which the flags may be in config.json or config.env; or its file of flags."""
+    """Its list of datasets; or its file of flags, which names that."""
     if isinstance(config, dict):
         flags = {name.lstrip("-"): value for name, value in config.items()}
-        other = flags.get("data_backend_config", flags.get("dataloader_config", "multidatabackend.json"))
-        return [flags], [], other
+        return [flags], [], flags["data_backend_config"]
+    rows = [row for row in config if row.get("dataset_type") not in EMBEDS]
     values = []
-    for row in config:
-        if row.get("dataset_type") not in EMBEDS:
-            values.append({"conditioning" if row.get("dataset_type") == "conditioning" else "datasets": row})
-    for beside in [path.with_name("config.json"), path.with_name("config.env")]:
-        if beside.is_file() and common.is_inside(beside, path.parent):
-            values += simpletuner_apart(path, parse(beside)[1])[0]
-    return values, simpletuner_pairs(path, config), None
+    for row in rows:
+        values.append({"conditioning" if row.get("dataset_type") == "conditioning" else "datasets": row})
+    return values, simpletuner_pairs(rows), None
 
 def is_config(source):
     """Whether a file is a configuration, and no table."""
     if source.suffix != ".json":
         return source.suffix in CONFIGS
     text = stray_files.read_text(source, common.LONG_TEXT)
-    return text.lstrip().startswith("{") or bool(re.search(
-        '"(instance_data_(dir|root)|dataset_type|balancing)"\\s*:', text))
+    return bool(re.search(r'\A\s*\{|"(instance_data_dir|dataset_type|balancing)"\s*:', text))
 
-def simpletuner_pairs(config, rows):
-    """SimpleTuner's list of datasets -> [(one of targets, its datasets of conditions)]. Others are printed, but for its
-    caches. ValueError for pictures that lie in no folder, and for conditions of no target."""
-    targets, others, idle = [], [], set() # idle: what may belong to a disabled dataset
+def simpletuner_pairs(rows):
+    """SimpleTuner's list of datasets -> [(one of targets, its datasets of conditions, in the order in which it names
+    them)]. ValueError for pictures that lie in no folder, and for conditions of no target."""
+    named, pairs = set(), []
     for row in rows:
-        kind = row.get("dataset_type", "image")
-        if row.get("disabled") or row.get("disable") or kind in EMBEDS:
-            idle |= {row.get("id"), *as_list(row.get("conditioning_data") or [])}
-            continue
-        if kind not in ("image", "conditioning"):
-            tell(f"{config}: {row.get('id')}: dataset_type {kind} is not converted")
-            continue
-        if row.get("type", "local") != "local":
-            raise ValueError(f"{row['id']}: its type is {row['type']}, and only local folders are read")
-        (targets if kind == "image" else others).append(row)
-    pairs = [(target, conditions_of(target, others)) for target in targets]
-    used = [row["id"] for _, own in pairs for row in own]
-    for row in others:
-        if row["id"] not in used and idle.isdisjoint([row["id"], row.get("source_dataset_id")]):
-            raise ValueError(f"{row['id']}: no dataset has it as conditioning_data")
+        named.update(as_list(row.get("conditioning_data") or []))
+    rows = [row for row in rows if not row.get("disabled")]
+    conditions = {row["id"]: row for row in rows if row.get("dataset_type") == "conditioning"}
+    for row in rows:
+        if row.get("dataset_type", "image") not in ("image", "conditioning") or row.get("type", "local") != "local":
+            raise ValueError(f"{row['id']}: only folders of pictures are read; delete it, or set disabled")
+        if row["id"] not in conditions:
+            pairs.append((row, [conditions[name] for name in as_list(row.get("conditioning_data") or [])]))
+    for name in conditions.keys() - named:
+        raise ValueError(f"{name}: no dataset has it as conditioning_data")
     return pairs
-
-def conditions_of(target, others):
-    """-> those of these datasets of conditions that belong to this one of targets, which each of the two may say."""
-    named = as_list(target.get("conditioning_data") or [])
-    own = {row["id"]: row for row in others if row["id"] in named or row.get("source_dataset_id") == target["id"]}
-    return [own[name] for name in dict.fromkeys([*named, *own]) if name in own] # in the order in which they are named
 
 def simpletuner_part(config, pair):
     """SimpleTuner's settings of a dataset, and those of its conditions -> arguments of read_folders."""
     row, own = pair
-    def folder(row):
-        name = row.get("instance_data_dir") or row.get("instance_data_root") # its older name
-        if not name:
-            raise ValueError(f"{row['id']}: no instance_data_dir")
-        return locate(config, name)
+    strategy = row.get("caption_strategy") or "textfile"
+    if strategy != "textfile" or row.get("only_instance_prompt"):
+        raise ValueError(f"{row['id']}: only captions in files are read, and --prompt TEXT is one for all pictures")
     masks, controls = [], []
     for other in own:
-        (masks if other.get("conditioning_type") == "mask" else controls).append(folder(other))
+        kind = masks if other.get("conditioning_type") == "mask" else controls
+        kind.append(locate(config, other["instance_data_dir"]))
     if masks[1:]:
         raise ValueError(f"{row['id']}: two datasets of masks, and a sample has one")
     if controls[1:]: # there --conditioning_multidataset_sampling says whether a sample gets all or one of them
         tell(f"{config}: {row['id']}: each sample gets a control of each of {len(controls)} datasets")
-    strategy, words = row.get("caption_strategy") or "textfile", row.get("instance_prompt")
-    if strategy not in ("textfile", "filename", "instanceprompt"):
-        raise ValueError(f"caption_strategy {strategy}: only textfile, filename and instanceprompt are read")
-    part = dict(target=folder(row), controls=controls, mask=masks[0] if masks else None)
-    if strategy == "instanceprompt" or row.get("only_instance_prompt"):
-        if not words:
-            raise KeyError("instance_prompt")
-        return part | dict(suffix=None, prompt=list(map(command_line.only_text, as_list(words))))
-    if strategy == "filename":
-        part.update(suffix=None, prompt=None)
-    if row.get("prepend_instance_prompt"):
-        part["trigger"] = command_line.only_text(row["instance_prompt"])
-    return part | dict(wordings=not row.get("disable_multiline_split"))
-
+    return dict(target=locate(config, row["instance_data_dir"]), controls=controls, mask=masks[0] if masks else None,
+                wordings=not row.get("disable_multiline_split"))
 
 # ---- OneTrainer, DiffSynth-Studio ------------------------------------------------------------------------------------
 

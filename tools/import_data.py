@@ -3,13 +3,13 @@ Converts a dataset from another layout to ours. The source does not change. OUT 
 
 $ python tools/import_data.py SOURCE OUT             # it prints the commands that come next
   SOURCE is recognised by its names. It is
-    a folder         which contains folders of targets and controls, with names in FOLDERS; or tables called metadata.*
-                     in it, its train/ or its data/; or parquet files of the Hugging Face hub in it or its data/; or
-                     NAME-condlabel.png beside NAME.png, as OneTrainer has it
+    a folder         which contains folders of targets and controls, with names in FOLDERS; or a table called
+                     metadata.*; or parquet files of the Hugging Face hub in it or its data/; or NAME-condlabel.png
+                     beside NAME.png, as OneTrainer has it
     a table          .jsonl, .json, .csv (commas, semicolons or tabs) or .parquet, whose columns have names in COLUMNS
-    a configuration  .yaml of ai-toolkit, .toml of musubi-tuner or sd-scripts, .json of OneTrainer, config.json,
-                     config.env or multidatabackend.json of SimpleTuner, or .sh with the command of DiffSynth-Studio or
-                     musubi-tuner: its folders, its tables and its captions; and its settings, as a line of train.py
+    a configuration  .yaml of ai-toolkit, .toml of musubi-tuner or sd-scripts, .json of OneTrainer, config.json or
+                     multidatabackend.json of SimpleTuner, or .sh with the command of DiffSynth-Studio or musubi-tuner:
+                     its folders, its tables and its captions; and its settings, as a line of train.py
     a 1.0 cache      a folder of .safetensors dictionaries, one for each sample, with img_shapes, or height and width;
                      without height_control and width_control the control has the target's size
 $ python tools/import_data.py OUT --target DIR --control DIR [DIR ...] [--mask DIR] [--prompt TEXT] # file names match
@@ -31,13 +31,10 @@ refers only to files below its own folder, and no link leads out. A cache become
 samples out.
 """
 import argparse
-import contextlib
 import csv
 import functools
 import hashlib
 import io
-import itertools
-import json
 import os
 import re
 import shutil
@@ -47,8 +44,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from PIL import ImageOps
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import library # first, so that no other folder is taken for one of our modules
@@ -56,9 +51,9 @@ import common
 from common import InputError, error_line, tell
 from library.cli import command_line
 from library.data import dataset, picture_files
-from library.data.dataset import as_list, refuse_many
+from library.data.dataset import refuse_many
 from library.files import disk, stray_files
-from tools.import_configs import ASK, CONFIGS, fill, is_config, next_commands, read_config
+from tools.import_configs import ASK, CONFIGS, is_config, next_commands, read_config
 
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
@@ -80,8 +75,7 @@ OTHERS = { # what to do about files that hold samples, and are not read
     ".arrow": "a dataset of save_to_disk; write it as a table with datasets.load_from_disk(FOLDER).to_parquet(FILE), "
               "or load_from_disk(FOLDER)['train'] if it has splits",
     ".tar": f"an archive; unpack it (tar xf FILE), put its targets and controls into two folders, then {ASK}"}
-MOST_COLUMNS = 1000 # of a table
-MOST_TRIGGER = 1000 # letters of a word that a caption may name a hundred thousand times
+MOST_COLUMNS = 100 # of a table: each row of a letter has a cell for each of them
 
 def role_of(name, names_of):
     """-> the role of FOLDERS or COLUMNS that has this name, or None."""
@@ -149,17 +143,16 @@ def cut_endings(files):
         cut.setdefault((role, ENDING.sub("", stem), kind), []).extend(paths)
     return cut
 
-def shared_by(lists):
-    """-> the items with which all of these lists begin."""
-    return [items[0] for items in itertools.takewhile(lambda items: len(set(items)) == 1, zip(*lists))]
-
 def cut_shared(stems):
     """Names of a folder -> ({what is left of each without the PIECES that all share in front and behind: name}, the
     form of all, such as before_*). Numbers in front stay: 2023_1 and 2024_1 are two photographs."""
-    front = re.match(r"\D*", "".join(shared_by(map(PIECES.findall, stems))))[0]
+    begin = os.path.commonprefix([PIECES.findall(stem) for stem in stems]) # (which compares the items of any lists)
+    front = re.match(r"\D*", "".join(begin))[0]
     rests = [stem[len(front):] for stem in stems]
-    behind = "".join(shared_by([PIECES.findall(rest)[::-1] for rest in rests])[::-1])
-    return dict(zip([rest.removesuffix(behind) for rest in rests], stems)), f"{front}*{behind}"
+    end = os.path.commonprefix([PIECES.findall(rest)[::-1] for rest in rests])
+    behind = "".join(end[::-1])
+    cut = [rest.removesuffix(behind) for rest in rests]
+    return dict(zip(cut, stems)), f"{front}*{behind}"
 
 def match_rests(files, folders):
     """-> {(role, name): a target's name} of the controls or masks in a folder without any target's name, if cut_shared
@@ -188,24 +181,17 @@ def meanings(role, stem, kind, targets):
             readings += [(stem.removesuffix(end), what) for end, what in BESIDE.items() if stem.endswith(end)]
     return [(name, what) for name, what in readings if name in targets]
 
-def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, trigger=None, wordings=False,
-                 source=None):
+def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, wordings=False, source=None):
     """Reads folders in which file names match -> (samples, problems). controls: list of folders; suffix: of the caption
-    files, or None: they are not read; prompt: one or several for targets that have no caption; trigger: the word that
-    [trigger] stands for in captions, and that comes before those without it; wordings: each line of a caption is a
-    prompt of its own; source: the folder in which they were found, out of which no link may lead (default: they were
-    named, and a link may lead from one to another)."""
+    files; prompt: for targets that have no caption; wordings: each line of a caption is a prompt of its own; source:
+    the folder in which they were found, out of which no link may lead (default: they were named, and a link may lead
+    from one to another)."""
     folders = {"target": target, **dict(enumerate(controls))}
     if mask:
         folders["mask"] = mask
     for folder in folders.values():
         if not folder.is_dir():
             raise InputError(f"{folder}: no folder has this name; {stray_files.near_path(folder)}, or {ASK}")
-    prompts = as_list(prompt or [])
-    if trigger and len(trigger) > MOST_TRIGGER:
-        raise InputError(f"{target}: a trigger word of {len(trigger):,} letters; shorten it")
-    for text in [] if trigger else prompts:
-        command_line.check_text("--prompt", text)
     if target in controls:
         raise InputError(f"{target}: given as both targets and controls; give the folder of the controls")
     allowed = [source] if source else list(folders.values())
@@ -239,7 +225,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
             check_files(name, own, targets, controls, alone)
             numbers = sorted(what for what in own if what[0] == "control")
             own_controls = [own[what][0] for what in numbers]
-            path, captions = read_captions(own, suffix, prompts, trigger, wordings)
+            path, captions = read_captions(own, suffix, prompt, wordings)
             masks = {"mask": path for path in own.get("mask", [])}
             samples.append(dataset.make_sample(path, target, name, own["target"][0], own_controls, captions, masks))
     return samples, problems
@@ -272,31 +258,19 @@ def check_files(name, files, targets, controls, alone):
             raise InputError(f"{target}: {fault} in {folder}; name the first one like the target, further ones with "
                              "_1, _2, ... behind it")
 
-def read_captions(files, suffix, prompts, trigger, wordings):
-    """-> (file of a target's caption, its prompts). files: the target's {what: paths}; prompts: for a target without a
-    file; suffix, trigger, wordings: as for read_folders."""
+def read_captions(files, suffix, prompt, wordings):
+    """-> (file of a target's caption, its prompts). files: the target's {what: paths}; prompt: for a target without a
+    file; suffix, wordings: as for read_folders."""
     target = files["target"][0]
     captions = files.get("caption", []) + files.get("spare caption", [])
-    if captions and suffix == ".json":
-        raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
-    if captions:
-        file, text = captions[0], stray_files.read_text(captions[0]).strip()
-        lines = [line for line in re.split("[\r\n]+", text) if line.strip()]
-        prompts = lines if wordings else [text]
-    elif prompts:
-        file = target
-    elif suffix is None: # as SimpleTuner does
-        file, prompts = target, [target.stem.replace("_", " ")]
-    else:
-        raise InputError(f"{target}: no caption; write {target.with_suffix(suffix)}, or give --prompt for all targets "
-                         "without one")
-    filled = [fill(text, trigger or "") for text in prompts]
-    if trigger: # as ai-toolkit does
-        prompts = [text if trigger in text else f"{trigger} {text}" for text in filled]
-    elif filled != prompts:
-        raise InputError(f"{file}: contains [trigger] or [name]; write the word itself, or give the .yaml with its "
-                         "trigger_word as SOURCE")
-    return file, prompts
+    if not captions:
+        if not prompt:
+            raise InputError(f"{target}: no caption; write {target.with_suffix(suffix)}, or give --prompt for all "
+                             "targets without one")
+        return target, [prompt]
+    text = stray_files.read_text(captions[0]).strip()
+    lines = [line for line in re.split("[\r\n]+", text) if line.strip()]
+    return captions[0], lines if wordings else [text]
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -329,19 +303,16 @@ def read_csv(table, text):
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restkey="more cells", strict=True)
     line = 0
     try:
-        if len(reader.fieldnames or ()) > MOST_COLUMNS:
-            raise InputError(f"{table}: {len(reader.fieldnames):,} columns, and {MOST_COLUMNS:,} are read at most; "
-                             "leave out those that say nothing about pictures")
-        cells = len(reader.fieldnames or ()) * len(re.findall("[\r\n]", text))
-        if cells > max(10**6, 10 * len(text)):
-            raise InputError(f"{table}: most rows lack most of its {len(reader.fieldnames):,} columns; is it a table?")
-        if len(set(reader.fieldnames or ())) != len(reader.fieldnames or ()):
-            raise InputError(f"{table}: two columns have the same name in {str(reader.fieldnames):.300}; rename "
-                             "one")
+        names = reader.fieldnames or []
+        if len(names) > MOST_COLUMNS:
+            raise InputError(f"{table}: {len(names):,} columns, and {MOST_COLUMNS:,} are read at most; leave out those "
+                             "that say nothing about pictures")
+        if len(set(names)) != len(names):
+            raise InputError(f"{table}: two columns have the same name in {str(names):.300}; rename one")
         for row in reader:
             line = reader.line_num
             lines = [text for cell in row.values() if isinstance(cell, str) for text in cell.splitlines()[1:]]
-            if any(is_row(text, separator, reader.fieldnames) for text in lines):
+            if any(is_row(text, separator, names) for text in lines):
                 raise InputError(f"{table}:{line}: a cell with another row in it; close the quote that opens it")
             empty = [column for column, cell in row.items() if str(cell).lower() in NOTHING_SAID]
             yield f"{table}:{line}", row | dict.fromkeys(empty)
@@ -362,7 +333,7 @@ def read_parquet(table):
             raise ValueError(f"over {MOST_COLUMNS:,} columns")
         batches = file.iter_batches(batch_size=16)
         rows = (row for batch in batches for row in batch.to_pylist())
-        for n, row in enumerate(tqdm(rows, desc=f"reading {table}", unit=" rows", disable=None)):
+        for n, row in enumerate(common.progress(f"reading {table}", rows, unit=" rows")):
             yield f"{table}: row {n}", row
     except ImportError:
         raise InputError(f"{table}: parquet files need a package; pip install pyarrow")
@@ -388,7 +359,7 @@ def by_role(row, where, columns):
     if missing := [name for name in chosen if name not in row]:
         raise NoColumn(f"{where}: no column {missing[0]}, only {', '.join(map(str, row)):.300}; "
                        "correct --columns")
-    numbered, spelled, empty, unread = {}, {}, [], []
+    numbered, spelled, unread = {}, {}, []
     for role, names in columns.items():
         numbered[role] = {n: row[name] for n, name in enumerate(names)}
     for column in [column for column in row if column not in chosen]:
@@ -398,16 +369,10 @@ def by_role(row, where, columns):
             unread += [column] if cell is not None else []
             continue
         cells = numbered.setdefault(role, {})
-        if cell is None:
-            empty.append((role, base, number))
-            continue
         if spelled.setdefault(role, base) != base or number in cells:
             raise InputError(f"{where}: column {column!r:.100} and another one both mean {role}; choose one: "
                              f"--columns {role}={column:.100}")
         cells[number] = cell
-    for role, base, number in empty:
-        if spelled.get(role) == base:
-            numbered[role].setdefault(number, None)
     roles, begin = {role: [] for role in numbered}, {}
     for role, cells in numbered.items():
         filled = [n for n in sorted(cells) if cells[n] is not None]
@@ -425,7 +390,7 @@ def parse_row(where, row):
     if isinstance(row, dict):
         return row
     try:
-        return common.read_object(row if isinstance(row, str) else json.dumps(row))
+        return common.read_object(str(row))
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{where}: {common.first_words(e)}; write one JSON object for each sample")
 
@@ -467,8 +432,7 @@ def find_file(table, anywhere, folder, where, cell):
     if isinstance(cell, dict):
         cell = cell.get("bytes") or cell.get("path")
     if isinstance(cell, bytes):
-        suffixes = {b"\xff\xd8": ".jpg", b"RI": ".webp", b"BM": ".bmp", b"II": ".tif", b"MM": ".tif"}
-        suffix = suffixes.get(cell[:2], ".png")
+        suffix = {b"\xff\xd8": ".jpg", b"RI": ".webp"}.get(cell[:2], ".png") # (any name would do)
         file = folder / (hashlib.sha256(cell).hexdigest()[:16] + suffix)
         file.write_bytes(cell)
         return file
@@ -486,61 +450,33 @@ def find_file(table, anywhere, folder, where, cell):
             return file
         raise InputError(f"{where}: {cell!r:.200} lies outside of {base}; if you trust the table, give {table} itself "
                          "as SOURCE")
-    if why := stray_files.why_gone(file):
-        raise InputError(f"{where}: {cell!r:.200}: {why}")
-    raise InputError(f"{where}: {cell!r:.200} is not a file in {base}; correct the path, or move the table")
+    why = stray_files.why_gone(file) or f"not a file in {base}; correct the path, or move the table"
+    raise InputError(f"{where}: {cell!r:.200}: {why}")
 
 def read_tables(tables, anywhere, folder, columns, alone):
-    """-> (samples, problems). A sample that is in two tables counts once. Prints which columns it does not read.
-    anywhere, folder: see find_file."""
-    read, problems, seen, others = [], [], {}, Counter()
+    """-> (samples, problems). Prints which columns it does not read. anywhere, folder: see find_file. InputError for
+    rows whose controls begin with number 1 beside others that begin with 0: JSON may leave out what is empty."""
+    samples, problems, unread, begin = [], [], {}, set()
     rows = ((table, where, row) for table in tables for where, row in read_rows(table))
     for number, (table, where, row) in enumerate(rows):
         try:
             row = parse_row(where, row)
             place = functools.partial(find_file, table, anywhere, folder)
-            sample, unread, begin = read_row(number, where, row, place, columns, alone)
-            first_table, first = seen.setdefault(str([sample.target, sample.controls, sample.prompts]), (table, where))
-            if first == where:
-                read.append((where, begin, sample))
-                others.update(unread)
-            elif first_table == table:
-                raise InputError(f"{where}: the same as {first}; delete one of them")
+            sample, others, first = read_row(number, where, row, place, columns, alone)
+            samples.append(sample)
+            unread.update(dict.fromkeys(others))
+            begin.add(first)
         except InputError as e:
             if isinstance(e, NoColumn) and table.suffix not in (".json", ".jsonl"):
                 raise
             problems.append(str(e))
-    samples, least = [], min((begin for _, begin, _ in read), default=0)
-    for where, begin, sample in read:
-        if begin == least:
-            samples.append(sample)
-        else: # of JSON, where a row may leave out what is empty
-            problems.append(error_line(f"{where}: its controls begin with number 1, and those of other rows with 0; "
-                                       "fill in number 0, as a prompt may mean one by its number"))
-    if others:
-        names = ", ".join(f"{name or repr(name):.100} ({count} rows)" for name, count in others.items())
+    if len(begin) > 1:
+        raise InputError(f"{tables[0]}: the controls of some rows begin with number 1, and those of others with 0; "
+                         "fill in number 0, as a prompt may mean one by its number")
+    if unread:
+        names = ", ".join(f"{name or repr(name):.100}" for name in unread)
         tell(f"{tables[0]}: columns that are not read: {names:.2000}")
     return samples, problems
-
-# ---- masks -----------------------------------------------------------------------------------------------------------
-
-def write_masks(samples, folder, invert, alpha):
-    """A configuration's samples -> (samples, problems), with masks that become files in `folder`. invert: black is the
-    region. alpha: the opaque part of each target is it."""
-    folder.mkdir()
-    good, problems = [], []
-    for n, sample in enumerate(common.progress("writing masks", samples, unit=" masks")):
-        file = folder / f"{n}.png"
-        with common.collect_errors(problems):
-            if alpha or sample.mask:
-                if alpha:
-                    mask = picture_files.decode(sample.target, None).convert("RGBA").getchannel("A")
-                else:
-                    mask = picture_files.read_mask(sample.mask)
-                (ImageOps.invert(mask) if invert else mask).save(file)
-                sample = replace(sample, overlays={"mask": str(file)})
-            good.append(sample)
-    return good, problems
 
 # ---- writing our layout ----------------------------------------------------------------------------------------------
 
@@ -578,18 +514,24 @@ def column(text):
     role, _, names = text.partition("=")
     if role not in COLUMNS or not names:
         raise argparse.ArgumentTypeError(f"{text!r} is not target=NAME, control=NAME,NAME, mask=NAME or prompt=NAME")
-    return role, names.split(",") if role == "control" else [names]
+    return role, names.split(",")
 
 def tell_unread_tables(source, tables):
-    """Prints which other tables lie below the folder SOURCE: of another split, or of another part of the dataset."""
+    """Prints which other tables lie below the folder SOURCE: of another split, or of another part of the dataset; and
+    which of several files of one split are missing."""
     suffixes = {".csv", ".tsv", ".jsonl", ".parquet"}
     paths = sum(stray_files.find_files(source).values(), [])
     unread = [stray_files.seen_from(source, path) for path in paths if path.suffix in suffixes and path not in tables]
     if unread:
         tell(f"warning: {source}: {len(unread)} tables are not read: {stray_files.first_of(unread)}; give each one as "
              "SOURCE, with an OUT of its own")
+    shards = [re.fullmatch(r"(.*)-\d+-of-(\d+)", path.stem) for path in tables]
+    for (name, of), count in Counter(shard.groups() for shard in shards if shard).items():
+        if count != int(of):
+            tell(f"warning: {source}: {count} of {int(of)} files {name}-*-of-{of}.parquet are there; download the "
+                 "others")
 
-def find_parts(source, columns, alone):
+def find_parts(source, alone):
     """SOURCE, which is not a cache -> (a list of arguments of read_folders or read_tables, a configuration's Settings
     or None)."""
     if not source.exists():
@@ -600,29 +542,19 @@ def find_parts(source, columns, alone):
             return read_config(source)
         return [dict(tables=[source], anywhere=True)], None
     parquets = sorted(stray_files.listed(source, "*.parquet") + stray_files.listed(source, "data/*.parquet"))
-    tables = [path for name in (".", "train", "data") for path in stray_files.listed(source, f"{name}/metadata.*")
-              if path.suffix in TABLES]
+    tables = [path for path in stray_files.listed(source, "metadata.*") if path.suffix in TABLES]
     for path in (*parquets, *tables):
         stray_files.refuse_outside(path, source)
-    tables = [path for path in tables if path.parent == tables[0].parent]
     if parquets: # of several splits the one called train, which is not constrained or pretrain
         tables = [path for path in parquets if re.search("(?i)(?<![a-z])train(?![a-z])", path.name)] or parquets
     tell_unread_tables(source, tables)
-    shards = [re.fullmatch(r"(.*)-\d+-of-(\d+)", path.stem) for path in tables]
-    for (name, of), count in Counter(shard.groups() for shard in shards if shard).items():
-        if count != int(of):
-            tell(f"warning: {source}: {count} of {int(of)} files {name}-*-of-{of}.parquet are there; download the "
-                 "others")
     if parquets:
         return [dict(tables=tables, anywhere=False)], None
     folders = find_folders(source)
     has_pairs = {"target", "control"} <= folders.keys()
-    if tables and has_pairs and not columns:
-        raise InputError(f"{tables[0]}: not used, as there are folders of pictures; delete it, or give this file as "
-                         "SOURCE")
-    if tables[1:]:
-        names = stray_files.first_of([path.name for path in tables])
-        tell(f"warning: {source}: {len(tables)} tables are read, {names}; delete one if they list the same samples")
+    if tables[1:] or (tables and has_pairs):
+        other = f"{tables[1].name} is there, too" if tables[1:] else "there are folders of pictures, too"
+        raise InputError(f"{tables[0]}: {other}; delete what does not count, or give this file as SOURCE")
     if tables:
         return [dict(tables=tables, anywhere=False)], None
     target = folders.get("target", source)
@@ -661,17 +593,14 @@ def choose_held_out(samples, every):
         group |= dict.fromkeys(others, low)
     for place, own in enumerate(contents):
         photographs.setdefault(lowest(min(own, default="")), []).append(place)
-    if len(samples) < every or len(photographs) < 2:
-        raise InputError(f"--hold_out {every}: there are only {len(samples)} samples, of {len(photographs)} "
-                         "photographs; give a smaller number, or leave it out")
     held_out = []
     # by the last digits: a large group is named by its lowest hash, so the first ones would favour it
     for content in sorted(photographs, key=lambda content: content[-16:]):
         if len(held_out) + len(photographs[content]) <= len(samples) // every:
             held_out += photographs[content]
     if not held_out:
-        held_out = min(photographs.values(), key=len)
-        tell(f"--hold_out {every}: {len(held_out)} of {len(samples)} samples, as these are of one photograph")
+        raise InputError(f"--hold_out {every}: there are only {len(samples)} samples, of {len(photographs)} "
+                         "photographs; give a smaller number, or leave it out")
     return set(held_out)
 
 def convert(args, columns, tmp):
@@ -680,34 +609,26 @@ def convert(args, columns, tmp):
     source = args.target or args.source
     old = [path for path in [source, *stray_files.listed(source, "*")] if path.suffix in CACHES]
     if old and not args.target and not args.alone and not find_folders(source):
-        for flag in ("prompt", "hold_out"):
-            if getattr(args, flag):
-                raise InputError(f"--{flag}: {source} is a cache of version 1.0, of encoded samples; leave --{flag} "
-                                 "out")
+        if args.prompt or args.hold_out:
+            raise InputError(f"{source}: a cache of version 1.0, of encoded samples; leave --prompt and --hold_out out")
         from tools import import_cache # takes seconds; other sources do not need it
         samples, problems = import_cache.convert_cache(old, source, tmp / "out")
         return samples, problems, None, 0
-    if args.target:
-        parts, found = [dict(target=args.target, controls=args.control, mask=args.mask)], None
-    else:
-        parts, found = find_parts(source, columns, args.alone)
-    if found and found.no_data:
-        return [], [], found, 0
-    if columns and not any("tables" in part for part in parts):
+    found = None # a configuration's Settings
+    parts = [dict(target=args.target, controls=args.control, mask=args.mask)]
+    if not args.target:
+        parts, found = find_parts(source, args.alone)
+    are_tables = ["tables" in part for part in parts]
+    if columns and not any(are_tables):
         raise InputError(f"--columns: {source} is not a table; leave --columns out")
-    if args.prompt and all("tables" in part for part in parts):
+    if args.prompt and all(are_tables):
         raise InputError(f"--prompt: {source} is a table, which has its own prompts; leave --prompt out")
     samples, problems = [], []
     for n, part in enumerate(parts):
-        invert, alpha = part.pop("invert", False), part.pop("alpha", False)
-        default = part.pop("default", None) # a configuration's
         if "tables" in part:
             new, faults = read_tables(**part, folder=tmp, columns=columns, alone=args.alone)
         else:
-            new, faults = read_folders(**dict(prompt=args.prompt or default) | part, alone=args.alone)
-        if invert or alpha:
-            new, of_masks = write_masks(new, tmp / f"masks{n}", invert, alpha)
-            faults += of_masks
+            new, faults = read_folders(**part, alone=args.alone, prompt=args.prompt)
         if len(parts) > 1: # each part gets a folder, as two parts may have the same names
             new = [replace(sample, name=f"{n}/{sample.name}") for sample in new]
         samples += new
@@ -740,18 +661,14 @@ def main():
          nargs="+", action="extend", metavar="ROLE=NAME")
     flag("--alone", False, "there are no controls, and OUT gets no control/")
     flag("--hold_out", 0, "write one in N samples to OUT_val, for train.py --val_data, and the others to OUT; those of "
-         "one photograph stay together",
-         type=command_line.number(int, 2), metavar="N")
+         "one photograph stay together", type=command_line.number(int, 2), metavar="N")
     flag("--skip_bad", False, "leave out the samples that have an error")
     args = parser.parse_args()
     columns = {}
     for role, names in args.columns:
-        if role in columns and role != "control":
-            parser.error(f"argument --columns: {role} is given twice; leave one out")
         columns[role] = columns.get(role, []) + names
     if args.prompt is not None:
-        # raises InputError for a bad prompt; only a configuration knows the word of a placeholder
-        dataset.make_sample("--prompt", args.out, "", None, [], [fill(args.prompt, "word")])
+        dataset.make_sample("--prompt", args.out, "", None, [], [args.prompt]) # raises InputError for a bad prompt
     if by_flags and args.source:
         parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; {ASK}")
     if by_flags and not args.target:
@@ -766,23 +683,18 @@ def main():
     disk.try_renames(args.out, args.out)
     try:
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent, ignore_cleanup_errors=True) as tmp:
-            with contextlib.redirect_stdout(io.StringIO()) as notes: # of what is not read, if it goes well
-                samples, problems, found, held_out = convert(args, columns, Path(tmp))
-            if found and found.no_data:
-                tell(*next_commands(found, args.out, None, 0))
-                raise InputError(found.no_data)
+            samples, problems, found, held_out = convert(args, columns, Path(tmp))
             common.print_problems(problems)
             if not samples or (problems and not args.skip_bad):
                 sys.exit("nothing was written; correct these errors, or leave the samples out: --skip_bad")
             if args.hold_out:
                 disk.rename_folder(Path(tmp, "held_out"), val)
             disk.rename_folder(Path(tmp, "out"), args.out)
-            tell(*notes.getvalue().splitlines())
     except OSError as e:
         raise common.disk_error(args.out, e)
     tell(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
     if args.target or not list(args.out.glob("*.json")): # no cache
-        tell(*next_commands(found, args.out, val if held_out else None, len(samples) - held_out))
+        tell(*next_commands(found, args.out, val if held_out else None))
 
 if __name__ == "__main__":
     main()
