@@ -18,12 +18,12 @@ $ python tools/import_data.py faces.csv OUT --alone                             
 $ python tools/import_data.py SOURCE OUT --hold_out 10                # a tenth of them to OUT_val, for --val_data
 
 The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, counted from 0, NAME_0, NAME_1; its mask
-NAME_mask or NAME-masklabel. Where more names agree without it, an ending such as -Edit, _after or -Bearbeitet is left
-out. Where none agree, so is what all names of a folder share in front and behind, if the rests of both folders are the
-same: before_001 is a control of after_001, IMG_7 one of IMG_E7. The prompt is in NAME.txt beside the target, or else
-beside the control; several lines become one prompt (in OUT each line is a prompt of its own). Masks may have any form
-that read_mask lists. The pictures in OUT are hard links where the disk allows it: they take no space, but a program
-that changes one in place changes the original too.
+NAME_mask or NAME-masklabel. Where more names agree without it, an ending such as -Edit, _after or ~2 is left out. Where
+none agree, so is what all names of a folder share in front and behind, if all rests of one folder are among those of
+the other: before_001 is a control of after_001, IMG_7 one of IMG_E7. The prompt is in NAME.txt or NAME.caption beside
+the target, or else beside the control; several lines become one prompt (in OUT each line is a prompt of its own). Masks
+may have any form that read_mask lists. The pictures in OUT are hard links where the disk allows it: they take no space,
+but a program that changes one in place changes the original too.
 A table or configuration that you give is no link out of its folder; it may refer to any picture or folder, and a
 configuration to tables below its own folder. What is found in a folder, which may come from strangers, may not: a table
 refers only to files below its own folder, and no link leads out. A cache becomes a cache; give its index to train.py as
@@ -58,14 +58,14 @@ from tools.import_configs import ASK, CONFIGS, is_config, next_commands, read_co
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
 FOLDERS = dict(
-    target="target targets target_images training_images images image_dir edited_images".split(),
-    control="control controls control_images control_dir reference_images".split(),
+    target="target targets target_images training_images images image_dir edited_images after".split(),
+    control="control controls control_images control_dir reference_images before".split(),
     mask="mask masks mask_images".split())
 COLUMNS = dict(
-    target="target target_image target_img image output output_image edited edited_image file_name".split(),
+    target="target target_image target_img image output output_image edited edited_image after file_name".split(),
     control="control control_image control_images edit_image edit_images source source_image source_img input "
-            "input_image original original_image conditioning_image reference reference_image reference_images"
-            .split(), # also numbered, from 0 or 1
+            "input_image original original_image conditioning_image reference reference_image reference_images "
+            "before".split(), # also numbered, from 0 or 1
     mask="mask mask_image mask_img edit_mask control_mask".split(),
     prompt="prompt caption text instruction edit_prompt edit_instruction".split())
 TABLES = ".jsonl .json .csv .tsv".split()
@@ -85,7 +85,7 @@ def role_of(name, names_of):
 
 # endings that programs and people give to edited pictures and to their originals
 ENDING = re.compile(r"(?i)(?<=[^/])[-_ .](edit|edited|after|target|output|result|retouched|bearbeitet|final"
-                    r"|before|original|orig|control|source|input|raw)\Z")
+                    r"|before|original|orig|control|source|input|raw)\Z|~\d+\Z") # (of Google Photos and Samsung: cat~2)
 # what a name consists of: numbers, words of an alphabet, and single other letters and signs
 PIECES = re.compile(r"(?is)\d+|[a-z\u00c0-\u1fff]+|.")
 BESIDE = {"_mask": "mask", "-masklabel": "mask", "-condlabel": ("control", 0, 0)} # endings of pictures beside a target
@@ -105,9 +105,9 @@ def find_folders(source):
     return folders
 
 def list_files(folders, suffix, source):
-    """{role: folder} -> ({(role, stem, kind): paths} of pictures and of captions, which have this suffix; problems). If
-    one folder lies in another, its files count for it alone. Prints what is neither, as cache.py does of a dataset.
-    source: the folder in which these were found, or None."""
+    """{role: folder} -> ({(role, stem, kind): paths} of pictures and of captions, which have this suffix or .caption;
+    problems). If one folder lies in another, its files count for it alone. Prints what is neither, as cache.py does of
+    a dataset. source: the folder in which these were found, or None."""
     files, problems = {}, []
     for role, folder in folders.items():
         inner = [other for other in folders.values() if other != folder and other.is_relative_to(folder)]
@@ -115,7 +115,7 @@ def list_files(folders, suffix, source):
         for (stem, kind), paths in stray_files.find_files(folder).items():
             for path in paths:
                 if kind in ("caption", "unknown"):
-                    kind = "caption" if path.suffix.lower() == suffix else "unknown"
+                    kind = "caption" if path.suffix.lower() in (suffix, ".caption") else "unknown"
                 if not any(map(path.is_relative_to, inner)):
                     own.setdefault((role, stem, kind), []).append(path)
         if not source:
@@ -155,16 +155,25 @@ def cut_shared(stems):
     return dict(zip(cut, stems)), f"{front}*{behind}"
 
 def match_rests(files, folders):
-    """-> {(role, name): a target's name} of the controls or masks in a folder without any target's name, if cut_shared
-    leaves the same of both, which is printed. files, folders: list_files's."""
+    """-> {(role, name): a target's name, maybe with a number behind it} of the controls or masks in a folder without
+    any target's name, if what cut_shared leaves of them is also what it leaves of the targets, but for some of one
+    side. This is printed. files, folders: list_files's."""
     targets, form = cut_shared(stems_of("target", "picture", files))
     found = {}
     for role, folder in folders.items():
         others, other_form = cut_shared(stems_of(role, "picture", files))
-        is_same = targets.keys() == others.keys() and "" not in targets
-        if is_same and {*targets.values()}.isdisjoint(others.values()):
-            found |= {(role, name): targets[rest] for rest, name in others.items()}
-            tell(f"{folder}: {len(others)} names are matched by what differs in them: {other_form} belongs to {form}")
+        is_part = targets.keys() <= others.keys() or others.keys() <= targets.keys() # a phone has unedited ones, too
+        if "" in targets or not is_part or not {*targets.values()}.isdisjoint(others.values()):
+            continue
+        before = len(found)
+        for rest, name in others.items():
+            first, number = re.fullmatch(r"(?s)(.+?)(_\d+)?", rest).groups("")
+            if rest in targets:
+                found[role, name] = targets[rest]
+            elif first in targets:
+                found[role, name] = targets[first] + number
+        tell(f"{folder}: {len(found) - before} of {len(others)} names are matched by what differs in them: "
+             f"{other_form} belongs to {form}")
     return found
 
 def meanings(role, stem, kind, targets):
@@ -216,9 +225,11 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     is_readable = all(kind != "other" for _, _, kind in files) # raw files have lines of their own
     if targets and not alone and not has_controls and is_readable:
         shown = {role: paths[0].name for (role, _, kind), paths in files.items() if kind == "picture"}
-        raise InputError(f"{target}: no control has the name of one of these targets (target {shown['target']}, "
-                         f"control {shown.get(0, 'none')}: but for suffixes, and what all names of a side share, they "
-                         f"must be equal); rename one side, or {ASK}, or add --alone if there are no controls")
+        forms = [cut_shared(stems_of(role, "picture", files))[1] for role in ("target", 0)]
+        raise InputError(f"{target}: no control has the name of one of these targets (target {shown['target']}, all "
+                         f"{forms[0]}; control {shown.get(0, 'none')}, all {forms[1]}; what differs must be the same "
+                         f"on both sides); rename one side, or {ASK}, or give a table that names the pairs, or add "
+                         "--alone if there are no controls")
     for name, own in [item for item in targets.items() if item[0] not in lacking]:
         with common.collect_errors(problems):
             refuse_links(sum(own.values(), []), allowed)
@@ -603,6 +614,13 @@ def choose_held_out(samples, every):
                          "photographs; give a smaller number, or leave it out")
     return set(held_out)
 
+def how_many_pictures(samples):
+    """-> in words how many controls these samples have, and how many have a mask: a stray file may have become one."""
+    counts = Counter(len(sample.controls) for sample in samples)
+    words = [f"{counts[n]} with {n} controls" for n in sorted(counts)]
+    masks = sum("mask" in sample.overlays for sample in samples)
+    return ", ".join(words + [f"{masks} with a mask"])
+
 def convert(args, columns, tmp):
     """Writes TMP/out from what the flags name -> (samples, problems, a configuration's Settings or None, how many are
     held out)."""
@@ -694,6 +712,8 @@ def main():
         raise common.disk_error(args.out, e)
     tell(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
     if args.target or not list(args.out.glob("*.json")): # no cache
+        tell(f"{args.out}: {how_many_pictures(samples)}. Pictures may be hard links: a change in place changes the "
+             "original, too")
         tell(*next_commands(found, args.out, val if held_out else None))
 
 if __name__ == "__main__":
