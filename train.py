@@ -429,8 +429,7 @@ def check_before_training():
     # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
     devices.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
     # A checkpoint is written, read back and thrown away, and the optimizer takes steps that are forgotten.
-    preflight.check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta,
-                    partial(predict.load_transformer, transformer_folder, args.dtype, weights=False))
+    preflight.check(args, out_dir, lora, optimizer, make_optimizer, write_checkpoint)
     if checkpoint: # was it trained with these settings, on this data?
         resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser, args.data)
     # Is what is in memory what was hashed? Asked before the log begins, so that the same command may run again. A file
