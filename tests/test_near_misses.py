@@ -156,7 +156,6 @@ MISSES = [
     (f"tools/page.py {RUN} --out page", "page/index.html"),
     # models
     (PHOTO + "--transformer qwen_fp8.safetensors", "no file of that name; give qwen-fp8.safetensors"),
-    (PHOTO + "--model Qwen/Qwen-Image-Edit-2512", "may be no model: give Qwen/Qwen-Image-Edit-2511"),
     (PHOTO + f"--model {RUN}", "--model wants a complete"),
 ]
 
