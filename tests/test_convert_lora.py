@@ -128,11 +128,10 @@ LOW_RANK = {
     "LoKr": (peft.LoKrConfig, dict(r=4, alpha=6)),
     "LoKr of two whole matrices": (peft.LoKrConfig, dict(r=999, alpha=999, decompose_factor=8)),
     "LoKr, both narrow": (peft.LoKrConfig, dict(r=2, alpha=6, decompose_both=True, decompose_factor=8)),
-    "LoKr with patterns": (peft.LoKrConfig, dict(r=4, alpha=6, rank_pattern={"net.2": 2}, alpha_pattern={"to_q": 3})),
-    "LoHa": (peft.LoHaConfig, dict(r=3, alpha=6))}
+    "LoKr with patterns": (peft.LoKrConfig, dict(r=4, alpha=6, rank_pattern={"net.2": 2}, alpha_pattern={"to_q": 3}))}
 
 @pytest.mark.parametrize("kind", LOW_RANK)
-def test_a_lokr_or_loha_becomes_the_nearest_lora_and_the_error_is_said(tmp_path, kind):
+def test_a_lokr_becomes_the_nearest_lora_and_the_error_is_said(tmp_path, kind):
     """peft tells the change of the weights, and how near a LoRA of a rank can come; a file of LyCORIS is the same."""
     method, config = LOW_RANK[kind]
     model, want = trained(method, **config)

@@ -2,8 +2,8 @@
 Converts a LoRA for the program that will use it, or to a complete model into which it is merged.
 
 LORA is what predict.py --lora accepts: a file of any trainer, a run folder, a folder that peft has written, or
-user/repo on the hub. Of a LoKr or LoHa it makes a LoRA of at most --rank: the nearest one, and the command prints how
-far it is off. diffusers, ComfyUI, InvokeAI, stable-diffusion.cpp, OneTrainer and SimpleTuner load the file of a run, or
+user/repo on the hub. Of a LoKr it makes a LoRA of at most --rank: the nearest one, and the command prints how far it is
+off. diffusers, ComfyUI, InvokeAI, stable-diffusion.cpp, OneTrainer and SimpleTuner load the file of a run, or
 of a checkpoint, without conversion. Others name the layers otherwise: give --to, such as --to mflux. The command prints
 how the program loads what it has made. You can train another LoRA on a merged model. Its weights are rounded once, to
 --dtype; the command prints how far that puts the change by the LoRAs off.
@@ -325,7 +325,7 @@ def main():
     flag("--model", None, "with --to model: hub id or folder of the base model (default: tiny)")
     flag("--scale", None, "with --to model: one number for each LoRA (default: 1)", type=number(float, -10, 10),
          nargs="+")
-    flag("--rank", None, "of the LoRA that is made of a LoKr or LoHa (default: 64)", type=positive)
+    flag("--rank", None, "of the LoRA that is made of a LoKr (default: 64)", type=positive)
     flag("--unchecked", False, "use a LoRA of train.py although its digest is not right, as you have changed it")
     flag("--dtype", None, "with --to model: dtype of the merged weights (default: bfloat16)",
          choices=["float32", "bfloat16", "float16"])
@@ -348,8 +348,8 @@ def main():
     sources = list(map(lora_paths.find_lora, args.lora))
     from library.lora import foreign_loras, lora_file
     loras = [lora_file.read_lora(source, args.rank or 64, args.unchecked) for source in sources]
-    if args.rank and not any(foreign_loras.is_lokr_or_loha(lora.header) for lora in loras):
-        raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
+    if args.rank and not any(foreign_loras.is_lokr(lora.header) for lora in loras):
+        raise InputError(f"--rank: {args.lora[0]} is no LoKr; leave --rank out")
     lines = [f"{args.out}: {' + '.join(map(str, args.lora))} as {args.to}"]
     if args.to == "model":
         scales = args.scale or [1.0] * len(loras)

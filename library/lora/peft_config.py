@@ -21,7 +21,7 @@ PATTERNS = "rank_pattern alpha_pattern".split() # {"LAYER": NUMBER, ...}, a laye
 PATTERN = re.compile(r"(?:[\w^$|()-]|\\[.d-]\+?|\[[0-9-]+\]\+?|\.\*?)*")
 MOST_MATCHED = 10**8 # letters of patterns x layers, which take a second. Ours for all layers have 3e7
 
-# Every field of peft 0.21's LoraConfig, LoHaConfig and LoKrConfig stands in one of these lists (a test fails at a new
+# Every field of peft 0.21's LoraConfig and LoKrConfig stands in one of these lists (a test fails at a new
 # one). A and B of a plain LoRA mean y = W x + scale B A x, with W as it was published. These fields tell the scale,
 SCALE = "r lora_alpha alpha use_rslora".split() + PATTERNS
 # these tell how it was trained, or do nothing in a linear layer, or what the tensors show as well,
@@ -32,7 +32,7 @@ TRAINING = ("task_type auto_mapping peft_version base_model_name_or_path revisio
             "rank_dropout_scale init_weights use_effective_conv2d decompose_both decompose_factor").split()
 # and by these the matrices mean something else, or are not all that was trained, but for a value here, or none. (pissa,
 # olora, corda, loftq and lora_ga have changed W before the first step)
-CHANGES = dict(peft_type="lora loha lokr", init_lora_weights="true gaussian orthogonal eva mica", bias="none",
+CHANGES = dict(peft_type="lora lokr", init_lora_weights="true gaussian orthogonal eva mica", bias="none",
                **dict.fromkeys("use_dora use_qalora alora_invocation_tokens lora_bias modules_to_save "
                                "trainable_token_indices layer_replication use_bdlora arrow_config kasa_config".split(),
                                ""))
@@ -138,7 +138,7 @@ def scale_of_layer(where, config, layer, rank):
     said = rank
     if config["rank_pattern"] is not None:
         said = number_of_layer(config["rank_pattern"], layer, config.get("r", rank))
-    elif not rank: # of a LoKr or LoHa, whose tensors do not always tell it
+    elif not rank: # of a LoKr, whose tensors do not always tell it
         raise ValueError(f"rank_pattern of {where} is more than names, and tells no rank of {layer}")
     said = number_of_file(said, "r")
     if rank and said != rank and not config.get("ours"): # see foreign_loras.warn_resized
