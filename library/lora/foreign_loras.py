@@ -27,8 +27,8 @@ from common import first_words, is_inside, read_object, tell, warn_once
 from library.files import tensor_files
 from library.files.stray_files import read_text
 from library.lora.lora_paths import PEFT_FILE
-from library.lora.peft_config import (MOST_RANK, check_config, lora_error, number_of_file, number_of_layer,
-                                      refuse_changes, scale_of_layer, warn_unknown)
+from library.lora.peft_config import (MOST_RANK, check_config, lora_error, number_of_file, refuse_changes,
+                                      scale_of_layer, warn_unknown)
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -126,20 +126,6 @@ def refuse_no_lora(file, tensors):
     raise lora_error(file, f"it holds no LoRA {words}")
 
 
-def warn_resized(file, configs, state):
-    """A line if another program has changed the ranks of a file of ours. The header then tells the old ones, and the
-    scale alpha / old rank is kept: who resizes a LoRA (sd-scripts, ComfyUI's nodes) keeps the product of its matrices,
-    and writes alpha tensors if it knows of another scale. (Stock diffusers cannot load such a file, and in ComfyUI,
-    which does not read the header, the scale is 1, as it is by the header of a finished run.)"""
-    for where, config in configs:
-        for layer in state if config.get("ours") else ():
-            rank, said = len(state[layer]), number_of_layer(config["rank_pattern"], layer, config.get("r"))
-            if said and said != rank:
-                scale = scale_of_layer(where, config, layer, rank)
-                return warn_once(f"warning: {file}: {layer} has rank {rank} now, and {said:g} by its header; the scale "
-                                 f"of the header is kept, {scale:g}; if that is too much or too little, --lora_scale")
-
-
 def as_number(text):
     """A flat header's text as a number; as it is, if it is none."""
     try:
@@ -186,7 +172,7 @@ def read_configs(file, header, tensors):
             config = {k.removeprefix("transformer."): v for k, v in meta.items()}
             if scaled and not ours:
                 warn_unknown(file, where, config)
-            configs.append((where, config | dict(ours=ours)))
+            configs.append((where, config))
     return configs
 
 
@@ -318,7 +304,6 @@ def convert(file, header, tensors, rank):
     if factored and common.rank() == 0:
         tell(f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
              f"{error_in_words(off)[1]}; a larger --rank of tools/convert_lora.py is nearer")
-    warn_resized(file, configs, {layer: state[f"transformer.{layer}.lora_A.weight"] for layer in layers})
     without = [layer for layer, parts in layers.items() if "alpha" not in parts]
     if without and len(without) < len(layers) and not configs:
         warn_once(f"warning: {file}: {len(without)} of its {len(layers)} layers have no alpha tensor, for instance "
