@@ -22,7 +22,6 @@ import re
 import secrets
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -161,6 +160,7 @@ def merge(loras, scales, model, dtype, out):
     appears under its name only when it is complete."""
     import cache
     import predict
+    from library.lora import lora_file
     from safetensors import SafetensorError
     disk.try_renames(out, f"--out {out}")
     folder = cache.find_model(model, [*cache.ENCODERS, "transformer"])
@@ -170,7 +170,8 @@ def merge(loras, scales, model, dtype, out):
         stray_files.refuse_outside(file, folder)
     read = [*copied, *(folder / "transformer").iterdir()]
     before = list(map(identity, read))
-    base = compare_bases(loras, model, folder)
+    base = lora_file.base_of(model, None, folder, folder, None)
+    lora_file.warn_other_base(loras, base)
     transformer = predict.load_transformer(folder, dtype)
     line = add_loras(transformer, folder / "transformer", loras, scales, dtype)
     tmp = out.with_name(f".tmp-{secrets.token_hex(8)}")
@@ -279,18 +280,6 @@ def rounded(weight, change, dtype):
         if not strength(less) < 1:
             factor = less
     return (weight + factor * change).to(dtype), factor
-
-def compare_bases(loras, model, folder):
-    """A line for each LoRA that was trained on another model than this one, which is in this folder -> base_of's."""
-    import cache
-    from library.lora import lora_file
-    weights = None
-    if any("model_hash" in lora_file.training_of(lora) for lora in loras): # else 41 GB need not be read
-        with tempfile.TemporaryDirectory() as tmp:
-            weights = cache.hash_part(folder / "transformer", tmp)
-    base = lora_file.base_of(model, None, folder, folder, weights)
-    lora_file.warn_other_base(loras, base)
-    return base
 
 def copy_file(source, target):
     """Hard-links a large file, where the disk allows it. Copies other files, so that a user can edit the copies."""
