@@ -33,7 +33,7 @@ from tests.harness import TINY, add_item, copy_model, paint_picture, refused, ru
 def test_a_models_folder_sets_no_flag(tmp_path, monkeypatch, script, flags):
     """Only tiny has defaults, in our code; the file of this name, which earlier versions read, means nothing."""
     found = []
-    monkeypatch.setattr(command_line.environment, "refuse_devices", lambda args, near: found.append(args))
+    monkeypatch.setattr(command_line.environment, "refuse_devices", found.append)
     text = json.dumps({script: dict(dtype="float16", seed=3, cache_dir="elsewhere", upscale=False)})
     (tmp_path / "defaults.json").write_text(text, "utf-8")
     for model in (tmp_path, tmp_path / "gone"):

@@ -43,8 +43,8 @@ class Lora:
 
 
 def read_lora(path, rank=64, unchecked=False):
-    """What find_lora takes -> Lora. rank: of what is made of a LoKr. unchecked: a file of ours may have another digest than it
-    says. InputError if it is no LoRA, damaged, or holds NaN."""
+    """What find_lora takes -> Lora. rank: of what is made of a LoKr. unchecked: a file of ours may have another digest
+    than it says. InputError if it is no LoRA, damaged, or holds NaN."""
     file = find_lora(path)
     try:
         data, header = read_bytes(file)
