@@ -126,7 +126,6 @@ if args.fsdp and common.world() < 2:
 if not args.use_cache and (args.skip_bad or any(map(command_line.is_index, args.data + args.val_data))):
     parser.error("argument --use_cache: an index is a cache, and --skip_bad finds broken pictures when it fills one; "
                  "leave out --no-use_cache")
-optimizers.refuse_missing(args, parser)
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
 pretrained_file = find_lora(args.pretrained_lora) if args.pretrained_lora else None

@@ -31,7 +31,7 @@ from library.lora.lora_file import unfold
 from training import resume, run_folder
 import predict
 from tests.fuzz import fuzz, nested
-from tests.harness import (ON_DEVICE, SMALL, TINY, assert_bitwise, is_one_line, layers_of, log_of, lora_file, lora_of,
+from tests.harness import (ON_DEVICE, TINY, assert_bitwise, is_one_line, layers_of, log_of, lora_file, lora_of,
                            lora_tensors, refused, renamed, run_script, within, works)
 
 LAYER = "transformer.transformer_blocks.0.attn.to_q"
@@ -493,27 +493,6 @@ def test_a_field_of_a_later_peft_is_one_warning(tmp_path, capfd):
     predict.read_lora(save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(r=2, lora_alpha=2, use_new=True)))
     error = capfd.readouterr().err
     assert error.startswith("warning: ") and "use_new" in error and error.count("\n") == 1, error
-
-ADAPTERS = dict(
-    pissa=peft.LoraConfig(r=4, init_lora_weights="pissa"), olora=peft.LoraConfig(r=4, init_lora_weights="olora"),
-    bias=peft.LoraConfig(r=4, bias="all"), adalora=peft.AdaLoraConfig(init_r=4, target_r=4, total_step=9),
-    ia3=peft.IA3Config(feedforward_modules=[]), hra=peft.HRAConfig(r=4), fourier=peft.FourierFTConfig(n_frequency=9),
-    vera=peft.VeraConfig(r=4), norms=peft.LNTuningConfig())
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_an_adapter_of_peft_that_is_no_plain_lora_is_called_that(tmp_path, kind):
-    """As peft saves it; and without its config, whatever its tensors tell, it is no whole transformer."""
-    config = ADAPTERS[kind]
-    config.target_modules = {"norm_q"} if kind == "norms" else {"add_q_proj"}
-    model = QwenImageTransformer2DModel(**SMALL)
-    peft.get_peft_model(model, config).save_pretrained(tmp_path)
-    with refused(tmp_path, "plain LoRA", "peft_type" if config.peft_type != "LORA" else kind):
-        predict.read_lora(tmp_path)
-    if config.peft_type != "LORA": # else nothing tells
-        with refused(shutil.copy(tmp_path / lora_paths.PEFT_FILE, tmp_path / "x.safetensors")) as e:
-            (tmp_path / "adapter_config.json").unlink()
-            predict.read_lora(tmp_path / "x.safetensors")
-        assert "whole transformer" not in str(e.value)
 
 def test_a_model_saved_with_its_lora_layers_is_told_so(tmp_path):
     """As a folder, as one file, and as a LoRA; before it is loaded."""

@@ -16,7 +16,6 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 
-import cache
 import common
 from library.cli import command_line
 from library.files import tensor_files
@@ -24,7 +23,7 @@ from library.lora import foreign_loras
 from library.lora.lora_linear import LoraLinear
 import predict
 import rope_patch
-from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert_bitwise, curve, damage_tensors, flip,
+from tests.harness import (DEVICE, DTYPE_NAME, E, SMALL, TINY, assert_bitwise, curve, damage_tensors, flip,
                            hot_model, is_one_line, layers_of, log_of, lora_file, lora_of, lora_tensors, make_batch,
                            patched_copy, refused, rel, renamed, run, run_script, stock_pipeline, train_demo, train_log,
                            works)
@@ -454,15 +453,6 @@ def test_a_lora_that_is_no_safetensors_file_is_one_line_that_says_what_it_is(tmp
         predict.read_lora(tmp_path / name)
     assert capfd.readouterr() == ("", "")
 
-@pytest.mark.parametrize("name, content", [
-    ("gone.safetensors", None), ("no/such/user", None), (".", None), *[row[:2] for row in NO_FILES[:2]]])
-def test_a_lora_that_is_no_lora_is_one_line(tmp_path, monkeypatch, name, content):
-    monkeypatch.setattr(cache, "load_pipeline", lambda *_: pytest.fail("not told before the work began"))
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    result = run_script("predict.py", "--lora", tmp_path / name, *ON_DEVICE)
-    assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / name) and result.err.count("\n") == 1
-
 def test_a_safetensors_file_of_anything_else_is_one_line(tmp_path):
     """An optimizer's, as it lies beside each checkpoint's LoRA; a model's."""
     path = tmp_path / "x.safetensors"
@@ -559,24 +549,6 @@ def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, kind, caplog
     damage_tensors(tmp_path / "a" / predict.LORA_FILE)
     with refused(tmp_path / "a"):
         predict.read_lora(tmp_path / "a")
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_s_file_has_its_strength_in_comfyui_too(tmp_path, kind):
-    """Its alpha is its rank in every layer, and so is a checkpoint's."""
-    flags, _ = KINDS[kind]
-    run, want = short_run(tmp_path, *flags)
-    folders = tmp_path / "a", tmp_path / "a/checkpoint-000002"
-    losses = []
-    for folder in folders:
-        layers = [m for m in tiny_with(folder).modules() if hasattr(m, "lora_A")]
-        assert {m.scaling["lora0"] for m in layers} == {1.0}
-        converted = tmp_path / f"{folder.name}.safetensors"
-        assert run_script("tools/convert_lora.py", folder, "--to", "comfyui", "--out", converted).status == 0
-        for file in (folder / predict.LORA_FILE, converted):
-            model, left = comfyui_model(file)
-            assert not left
-            losses.append(loss_of(model, run.globals))
-    assert losses == pytest.approx([want] * 4, rel=1e-6)
 
 def test_a_lora_s_dropout_is_the_training_s_alone(tmp_path):
     """Pictures are generated without, here and in the stock pipeline, although the LoRA was trained with it; predict.py

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 import common
 from library.cli import command_line
 from library.lora import lora_paths
-from library.models import environment, hub
-from tests.harness import (HERE, add_item, is_one_line, lora_file, lora_tensors, paint_picture, refused, run_script,
+from library.models import environment
+from tests.harness import (HERE, add_item, is_one_line, lora_file, lora_tensors, paint_picture, run_script,
                            save)
 
 def answer(script, *flags, status):
@@ -211,17 +211,6 @@ def test_areas_have_limits_that_are_allowed():
     assert command_line.pixels("32x32") == 1024 and command_line.pixels("12500*12800") == common.MAX_PIXELS
     assert command_line.pixels("native") == "native" and command_line.pixels("4097") == 4097
 
-@pytest.mark.parametrize("name, remedy", [
-    ("Qwen/Qwen-Image-Edit-2512", "give Qwen/Qwen-Image-Edit-2511, "), ("tinny", "give tiny, "),
-    ("Qwen-Image-Edit-2511", "give Qwen/Qwen-Image-Edit-2511, "),
-    ("qwen-image-edit@main", "give Qwen/Qwen-Image-Edit@main, "),
-    ("Qwen/Qwen-Image-Edit-2511", ""), ("Qwen/Qwen-Image-Edit@main", ""), ("gpt2", "")])
-def test_a_published_models_nearest_name_is_in_the_line_about_the_hub(name, remedy):
-    def fetch():
-        raise OSError("no network")
-    with refused(name, f"the hub does not give it; {remedy}check the name and the network"):
-        hub.from_hub(f"--model {name}", fetch)
-
 def test_no_reason_is_cut_within_a_word():
     """A line of CUDA's may be long; what it says next is about other things."""
     error = RuntimeError("Found no NVIDIA driver on your system. " * 20 + "\nCUDA kernel errors")
@@ -277,7 +266,8 @@ AT_ONCE = [
     "predict.py --image photos --prompt x --out_dir photos/out", "predict.py --image photos empty --prompt x",
     "predict.py --image photo.jpg --prompt=", "predict.py --image photo.jpg --prompt x --device gpu",
     "predict.py --image photo.jpg --prompt x --lora out/tiny-b", "tools/prune.py cach", "tools/page.py out/tiny-a",
-    "tools/convert_lora.py out/tiny-b --to comfyui --out x.safetensors", "tools/measure.py photos photo"]
+    "tools/convert_lora.py out/tiny-b --to comfyui --out x.safetensors", "tools/measure.py photos photo",
+    "train.py --data photos --optimizer adamw"]
 
 TOOLS = "bench convert_lora doctor gpu_check import_data lean_train measure page prune".split()
 

@@ -30,7 +30,6 @@ import common
 from common import InputError, NOTHING, is_utf8, tell
 from library.cli import command_line
 from library.cli.command_line import number, positive
-from library.data import stat_cache
 from library.files import disk, stray_files, tensor_files
 from library.lora import lora_paths
 
@@ -168,8 +167,6 @@ def merge(loras, scales, model, dtype, out):
     copied.append(folder / "model_index.json")
     for file in copied:
         stray_files.refuse_outside(file, folder)
-    read = [*copied, *(folder / "transformer").iterdir()]
-    before = list(map(identity, read))
     base = lora_file.base_of(model, None, folder, folder, None)
     lora_file.warn_other_base(loras, base)
     transformer = predict.load_transformer(folder, dtype)
@@ -182,15 +179,13 @@ def merge(loras, scales, model, dtype, out):
         os.umask(umask := os.umask(0))
         for file in (tmp / "transformer").iterdir(): # safetensors lets only the owner read them
             file.chmod(0o666 & ~umask)
-        # half of the one and half of the other would look like a model
-        stat_cache.refuse_changed_files(read, before, identity)
         common.refuse_to_replace(out) # it may have come since the start
         disk.rename_folder(tmp, out)
     except OSError as e:
         raise common.disk_error(f"--out {out}", e)
-    except SafetensorError as e: # its text ends with "(os error 28)"
-        number = re.search(r"os error (\d+)|$", str(e))[1]
-        raise common.disk_error(f"--out {out}", OSError(int(number or 0), common.first_words(e)))
+    except SafetensorError as e: # whose words have the system's number: "(os error 28)"
+        raise InputError(f"--out {out}: cannot be written ({common.first_words(e)}); free some space, or give another "
+                         "disk")
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     # SGLang and mflux look for these words in the name of a model's folder
@@ -199,12 +194,6 @@ def merge(loras, scales, model, dtype, out):
     if name in out.name:
         return [line]
     return [line, f"{out}: SGLang and mflux take a model's kind from its folder's name; for them call it {name}-..."]
-
-def identity(file):
-    """What is another if another file has come to this place, or other content. (Not the time of its last change of any
-    kind, which a hard link to it changes, too.)"""
-    found = file.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ino
 
 def stored_weights(folder):
     """-> a function: the name of a weight -> it, in the dtype in which this folder's files have it."""

@@ -10,13 +10,12 @@ import math
 import os
 import re
 import shutil
-import sys
 import time
 import weakref
 from pathlib import Path
 
-from common import (InputError, LONG_TEXT, file_in, is_inside, is_utf8, os_reason, refuse_to_replace, say,
-                    shell_command, warn_once)
+from common import (InputError, LONG_TEXT, file_in, is_inside, os_reason, refuse_to_replace, say, shell_command,
+                    warn_once)
 from library.files import disk
 from library.files.stray_files import is_broken, listed
 from library.lora.lora_paths import LORA_FILE, checkpoints, number_of, numbered
@@ -49,21 +48,13 @@ def find(args, name):
                          "without --resume")
     if used and not (args.resume or args.plan):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
-    check(folder, args.tracker)
+    check(folder)
     return folder
 
 
-def check(folder, tracker):
+def check(folder):
     """InputError names a link that leads out of a run's folder, what is neither file nor folder, a file in the place of
-    one of its folders, a log that is too long, or a name that the tracker cannot take. (wandb's own links stay inside.
-    lock looks at the files.)"""
-    words = [folder]
-    if tracker == "wandb": # which also sends the command, and where it was given
-        words += [os.getcwd(), *sys.argv]
-    strange = [word for word in words if not is_utf8(word)]
-    if strange and tracker != "none":
-        raise InputError(f"--tracker {tracker}: takes no name that is no UTF-8, as {strange[0]}; rename it, or leave "
-                         "--tracker out")
+    one of its folders, or a log that is too long. (wandb's own links stay inside. lock looks at the files.)"""
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mend its permissions, or give another one")
     for place in (folder, *folder.parents):
