@@ -32,11 +32,12 @@ def find_optimizer(args, parser):
     """-> make_optimizer(parameters), by the flags; all that can be wrong with them ends the script with a line, here
     or when one is made."""
     try:
-        found = locate(args.optimizer) # imports a class by its dotted name
+        # imports a class by its dotted name: one that leads nowhere does not wait for torch
+        found = locate(args.optimizer)
     except ErrorDuringImport as e:
         parser.error(f"argument --optimizer: {args.optimizer} cannot be imported ({first_words(e)}); mend that, "
                      "or give torch.optim.AdamW")
-    if not isinstance(found, type):
+    if not isinstance(found, type): # None, or a function
         parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
     if args.ema and has_average(found):
         parser.error(f"argument --ema: {args.optimizer} has an average of its own; leave out --ema")

@@ -192,9 +192,9 @@ def check_room(folder, numbers, keep, ema=0, trained={}):
     as AdamW, four times with --ema, which adds the average and the trained weights; and as_trained's. A warning
     if --keep do not, with the one that is written before the oldest is deleted, and the LoRA. (A quota, which the disk
     does not tell, is met at a checkpoint: failures.save_or_warn.)"""
-    lora = 4 * numbers
+    lora = 4 * numbers # bytes, also of the finished one
     size = lora + (16 if ema else 8) * numbers + 4 * sum(p.numel() for p in trained.values())
-    others = max(keep + 1 - len(checkpoints(folder)), 1)
+    others = max(keep + 1 - len(checkpoints(folder)), 1) # that are still to come
     usage = shutil.disk_usage(folder)
     free = usage.free if usage.total else math.inf # unknown
     if free < size:

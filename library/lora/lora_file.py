@@ -284,8 +284,11 @@ def training_of(lora):
     architecture = ARCHITECTURES.get(notes.get("modelspec.architecture", "").removesuffix("/lora"))
     training = dict(zip(("pipeline", "zero_cond_t"), architecture or ()))
     kinds = dict(model=str, transformer=str, pipeline=str, zero_cond_t=bool, model_hash=str, run=str, date=str)
-    return training | {name: lora.meta[f"train.{name}"] for name, kind in kinds.items()
-                       if isinstance(lora.meta.get(f"train.{name}"), kind)}
+    for name, kind in kinds.items():
+        value = lora.meta.get(f"train.{name}")
+        if isinstance(value, kind):
+            training[name] = value
+    return training
 
 
 def name_of(base):

@@ -73,7 +73,9 @@ def refuse_devices(args):
             flag_error(f"--{name}: {device!r} cannot be used, as this machine has no card of NVIDIA; take one that "
                        "has, or give cpu, for a rehearsal")
     if no_card() and wants_card(args):
-        who = "no Mac has" if platform.system() == "Darwin" else "this machine (or its container) lacks"
+        who = "this machine (or its container) lacks"
+        if platform.system() == "Darwin":
+            who = "no Mac has"
         raise InputError(f"--device: the real model needs a card with CUDA, which {who}; take a machine with one, or "
                          "give --device cpu, which takes hours a step")
 
@@ -81,6 +83,8 @@ def refuse_devices(args):
 def remove_other_numbers():
     """Removes variables that change numbers -> a line for each that was set. Call it before torch is imported."""
     lines = []
-    for name in filter(OTHER_NUMBERS.fullmatch, sorted(os.environ)):
-        lines.append(f"warning: {name}={os.environ.pop(name)}: not used, as it changes what is computed")
+    for name in sorted(os.environ):
+        if OTHER_NUMBERS.fullmatch(name):
+            value = os.environ.pop(name)
+            lines.append(f"warning: {name}={value}: not used, as it changes what is computed")
     return lines

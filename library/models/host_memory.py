@@ -37,7 +37,7 @@ def files_read(folder, prefix):
 
 def host_memory():
     """-> (bytes that are free for this process, bytes in all), by the machine and its control groups."""
-    machine = psutil.virtual_memory()
+    machine = psutil.virtual_memory() # (of a container: its host's)
     found = [(machine.available, machine.total)]
     for folder in group_folders():
         for limit, usage, prefix in GROUP_FILES:

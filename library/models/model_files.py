@@ -120,7 +120,9 @@ def check_values(value, published, name=""):
     elif isinstance(value, list):
         if isinstance(wanted, list) and len(wanted) not in (0, len(value)):
             raise ValueError(f"{name} has {len(value)} entries, and {len(wanted)} in the published models")
-        most = max(wanted, default=None) if isinstance(wanted, list) else None
+        most = None
+        if isinstance(wanted, list):
+            most = max(wanted, default=None)
         for one in value:
             check_values(one, {name: most}, name)
     elif type(value) in (int, float): # no bool
