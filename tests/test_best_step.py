@@ -36,7 +36,8 @@ def test_the_best_step_is_that_of_the_least_loss_and_of_the_greatest_mean_psnr(t
     """NaN is none; a validation whose pictures have failed is not compared by them."""
     write_log(tmp_path, [dict(step=1, loss=2.0)])
     assert best_step.read_validations(tmp_path) == best_step.read_validations(tmp_path / "no run") == []
-    assert best_step.best_steps([]) == {} and best_step.describe([]) == ["best so far: none"]
+    for nothing in ([], [validation(1, float("nan"), pairs=9)]):
+        assert best_step.best_steps(nothing) == {} and best_step.describe(nothing) == ["best so far: none"]
     write_log(tmp_path, [validation(10, float("nan"), *many(21)), dict(step=11, loss=0.1),
                          validation(20, 0.5, *many(25)), validation(30, 0.25, *many(23)),
                          validation(40, 0.27, *many(1.5)), validation(50, 0.3)])
