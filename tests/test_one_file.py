@@ -378,6 +378,7 @@ OTHER_FOLDERS = { # what differs in --transformer's folder, or in --model's; wha
     "Flux": (dict(pipeline="FluxPipeline"), {}, ["FluxPipeline"]),
     "v1 beside 2509": (dict(pipeline=V1), {}, [V1, PLUS]), "2509 beside v1": ({}, dict(pipeline=V1), [V1, PLUS]),
     "another class": (dict(_class_name="FluxTransformer2DModel"), {}, ["FluxTransformer2DModel"]),
+    "2511 beside 2509": (dict(zero_cond_t=True), {}, ["zero_cond_t True", "False"]),
     "layered": (dict(use_layer3d_rope=True), {}, ["use_layer3d_rope"]),
     "channels": (dict(in_channels=128), {}, ["in_channels 128", "64"]),
     "another text encoder": (dict(joint_attention_dim=3584), {}, ["joint_attention_dim 3584", "64"])}
@@ -392,7 +393,7 @@ def test_a_folder_of_another_model_is_one_line_that_names_both(tmp_path, kind):
 
 def test_folders_that_people_have_are_taken(tmp_path, capfd):
     """A merged 2509; a folder with nothing but transformer/, also of a v1, of which nothing tells; a --model without a
-    transformer; fields that a newer diffusers has added; a 2511 and a pruned one, which say so themselves."""
+    transformer; fields that a newer diffusers has added; a pruned one."""
     model = changed_model(tmp_path / "model")
     encoders = changed_model(tmp_path / "encoders")
     shutil.rmtree(encoders / "transformer")
@@ -404,7 +405,7 @@ def test_folders_that_people_have_are_taken(tmp_path, capfd):
     (old / "transformer/config.json").write_text(json.dumps(config | dict(pooled_projection_dim=768)), "utf-8")
     for base in (model, encoders):
         for other in (changed_model(tmp_path / f"{base.name}-merged"), alone, old,
-                      changed_model(tmp_path / f"{base.name}-pruned", num_layers=2, zero_cond_t=True)):
+                      changed_model(tmp_path / f"{base.name}-pruned", num_layers=2)):
             args = SimpleNamespace(model=str(base), transformer=str(other))
             assert predict.find_transformer(args) == (other, None)
     assert capfd.readouterr() == ("", "")

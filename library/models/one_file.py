@@ -34,8 +34,8 @@ from rope_patch import blocks_of
 TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2="fp8 (e5m2)") # dtypes in a header
 REMEDY = "take its bf16 or fp8 file, and --quantize nf4 or int8 if memory is short"
 CLASS = "QwenImageTransformer2DModel"
-# fields that say what latents, prompts and places it is for, with their defaults in diffusers
-KIND = dict(in_channels=64, joint_attention_dim=3584, use_layer3d_rope=False)
+# fields that say what latents, prompts and places it is for, and whether it is a 2511; with their defaults in diffusers
+KIND = dict(in_channels=64, joint_attention_dim=3584, use_layer3d_rope=False, zero_cond_t=False)
 MARK_2511 = "__index_timestep_zero__" # ComfyUI's: controls are at timestep 0, which is zero_cond_t in diffusers' config
 SCALES = ("scale_weight", "weight_scale")
 NOT_USED = ("scale_input", "input_scale", "comfy_quant") # of activations; a note that refuse_format looks at
@@ -200,9 +200,8 @@ def check_fit(path, folder):
 def check_folder(args, find_model):
     """InputError if --transformer's folder, or repository, says that it is no transformer of Qwen-Image-Edit, or one of
     another kind than --model's: the encoders' latents and prompts would not be what it was trained on. A transformer
-    that was merged or trained on is of the same kind, and so is one with fewer blocks, or a 2511 beside a 2509, whose
-    encoders are the same. v1 and 2509 have the same config.json: only a model_index.json tells them apart, and many
-    folders have none. find_model: cache.py's.
+    that was merged or trained on is of the same kind, and so is one with fewer blocks. v1 and 2509 have the same
+    config.json: only a model_index.json tells them apart, and many folders have none. find_model: cache.py's.
     """
     name, parts = args.transformer, ["transformer"]
     folder = find_model(name, parts, False, "--transformer")
