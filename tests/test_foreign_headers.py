@@ -446,8 +446,8 @@ def test_an_alpha_that_is_no_finite_number_is_one_line_wherever_it_stands(tmp_pa
 # ---- LoRA files: what makes one no plain LoRA ------------------------------------------------------------------------
 
 def test_every_field_of_peft_s_configs_is_known():
-    """A new one fails here: does it change what a file's two matrices mean? (Of LoKr, which becomes a LoRA, the tests of its
-    forms ask the same.)"""
+    """A new one fails here: does it change what a file's two matrices mean? (Of LoKr, which becomes a LoRA, the tests
+    of its forms ask the same.)"""
     names = set()
     for config in (peft.LoraConfig, peft.LoKrConfig):
         names |= {field.name for field in dataclasses.fields(config)}
