@@ -49,7 +49,7 @@ DOTTED = "--optimizer tests.test_optimizers."
 TABLE = [
     # flags that contradict each other
     (OWN + "--pretrained_lora {run} --lora_rank 4", "leave out --lora_rank", [OWN + "--pretrained_lora {run}"]),
-    (OWN + "--lora_args r=4", "give --lora_rank", [OWN + "--lora_rank 4"]),
+    (OWN + "--lora_args r=4", "(--lora_rank, ", [OWN + "--lora_rank 4"]),
     (OWN + "--lora_args lora_alpha=4", "--lora_alpha", [OWN + "--lora_alpha 4"]),
     (OTHER + "--dtype float16", "use bfloat16", [OTHER + "--dtype bfloat16"]),
     (OWN + "--model {model} --num_inference_steps 1", "give one, or 2 or more", [
