@@ -263,8 +263,7 @@ AT_ONCE = [
     "predict.py --image photos --prompt x --out_dir photos/out", "predict.py --image photos empty --prompt x",
     "predict.py --image photo.jpg --prompt=", "predict.py --image photo.jpg --prompt x --device gpu",
     "predict.py --image photo.jpg --prompt x --lora out/tiny-b", "tools/prune.py cach", "tools/page.py out/tiny-a",
-    "tools/convert_lora.py out/tiny-b --to comfyui --out x.safetensors", "tools/measure.py photos photo",
-    "train.py --data photos --optimizer adamw"]
+    "tools/convert_lora.py out/tiny-b --to comfyui --out x.safetensors", "tools/measure.py photos photo"]
 
 TOOLS = "bench convert_lora doctor gpu_check import_data lean_train measure page prune".split()
 
