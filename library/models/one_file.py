@@ -192,9 +192,11 @@ def check_fit(path, folder):
         remedy = "give the --model it was made from, or download it again"
         if re.search(SHARD, Path(path).name):
             remedy = "it is one of several; give the diffusers folder of all"
-        found, asked = [shapes.get(differ[0], "missing") for shapes in (layout.shapes, wanted)]
-        raise error_of(path, f"{len(differ)} tensors are not as --model's {config} asks for them, for instance "
-                       f"{differ[0]}: {found} here, {asked} there", remedy)
+        name = differ[0]
+        found = layout.shapes.get(name, "missing")
+        asked = wanted.get(name, "missing")
+        raise error_of(path, f"{len(differ)} tensors are not as --model's {config} asks for them, for instance {name}: "
+                       f"{found} here, {asked} there", remedy)
 
 
 def check_folder(args, find_model):
