@@ -126,7 +126,6 @@ if args.fsdp and common.world() < 2:
 if not args.use_cache and (args.skip_bad or any(map(command_line.is_index, args.data + args.val_data))):
     parser.error("argument --use_cache: an index is a cache, and --skip_bad finds broken pictures when it fills one; "
                  "leave out --no-use_cache")
-optimizers.refuse_missing(args, parser)
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
 pretrained_file = find_lora(args.pretrained_lora) if args.pretrained_lora else None
@@ -429,8 +428,7 @@ def check_before_training():
     # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
     devices.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
     # A checkpoint is written, read back and thrown away, and the optimizer takes steps that are forgotten.
-    preflight.check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta,
-                    partial(predict.load_transformer, transformer_folder, args.dtype, weights=False))
+    preflight.check(args, out_dir, lora, optimizer, make_optimizer, write_checkpoint)
     if checkpoint: # was it trained with these settings, on this data?
         resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser, args.data)
     # Is what is in memory what was hashed? Asked before the log begins, so that the same command may run again. A file

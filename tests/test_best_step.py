@@ -4,7 +4,6 @@ sees of a run; and why a run whose learning rate has ended cannot go on.
 """
 import json
 import re
-import shutil
 
 import pytest
 
@@ -37,7 +36,8 @@ def test_the_best_step_is_that_of_the_least_loss_and_of_the_greatest_mean_psnr(t
     """NaN is none; a validation whose pictures have failed is not compared by them."""
     write_log(tmp_path, [dict(step=1, loss=2.0)])
     assert best_step.read_validations(tmp_path) == best_step.read_validations(tmp_path / "no run") == []
-    assert best_step.best_steps([]) == {} and best_step.describe([]) == ["best so far: none"]
+    for nothing in ([], [validation(1, float("nan"), pairs=9)]):
+        assert best_step.best_steps(nothing) == {} and best_step.describe(nothing) == ["best so far: none"]
     write_log(tmp_path, [validation(10, float("nan"), *many(21)), dict(step=11, loss=0.1),
                          validation(20, 0.5, *many(25)), validation(30, 0.25, *many(23)),
                          validation(40, 0.27, *many(1.5)), validation(50, 0.3)])
@@ -135,21 +135,6 @@ def test_a_line_of_the_log_says_what_its_validation_is_compared_with(tmp_path, s
     assert len(keys) == len(ways) and len(set(keys)) == len(ways) - 1 and keys[0] == keys[-1]
     assert f"not compared: {len(ways) - 2} with other --val_data" in result.out
     assert 4 in best_step.steps_to_keep(best_step.read_validations(tmp_path / "run")) # the only one of the other data
-
-@pytest.mark.parametrize("place", ["samples", "samples/base/data", "samples/step_000002"])
-def test_no_picture_is_written_through_a_link_out_of_the_run(tmp_path, flags, place):
-    """A run folder may come from anywhere; what lies there stays as it was."""
-    run = tmp_path / "run"
-    assert run_script("train.py", *flags, "--max_steps", 1, "--out_dir", run).status == 0
-    for n in range(30):
-        (tmp_path / f"mine/step_{n:06d}/data").mkdir(parents=True)
-    if (run / place).exists():
-        shutil.rmtree(run / place)
-    (run / place).symlink_to(tmp_path / "mine")
-    before = sorted(tmp_path.glob("mine/**/*"))
-    result = run_script("train.py", *flags, "--max_steps", 2, "--out_dir", run, "--resume")
-    assert result.status == 1 and is_one_line(result.errors[-1], run), result.err
-    assert sorted(tmp_path.glob("mine/**/*")) == before
 
 @pytest.mark.parametrize("psnr_step", [2, 3])
 def test_its_checkpoint_is_not_deleted_and_the_end_names_it(tmp_path, flags, monkeypatch, psnr_step):

@@ -2,7 +2,6 @@
 NaN and Inf in what a model computes are an error line, or a line of a validation's; they become no
 picture, no rank, no checkpoint and no LoRA.
 """
-import json
 import math
 import shutil
 import warnings
@@ -225,18 +224,6 @@ def test_a_loss_of_nan_is_said_in_words_and_never_ranked_or_kept(small, tmp_path
     assert f"{run / 'checkpoint-000003'} is better than the last one by validation loss" in result.out
     assert run_script("tools/page.py", run).status == 0
     assert ">nan" not in (run / "index.html").read_text("utf-8")
-
-def test_a_log_in_which_no_validation_is_finite_ranks_none(tmp_path):
-    """The page is drawn, and names what is lost."""
-    record = dict(val_loss=math.nan, psnr={}, pictures=[], not_finite=["lora of a/0.png"], pairs=9, val_key="v")
-    lines = [dict(flags=dict(val_data=["a"]), command=[]), dict(step=1, loss=1.0), record | dict(step=1)]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    validations = best_step.read_validations(tmp_path)
-    assert len(validations) == 1 and best_step.describe(validations) == ["best so far: none"]
-    assert best_step.steps_to_keep(validations) == set() and best_step.better_steps(validations) == {}
-    assert run_script("tools/page.py", tmp_path).status == 0
-    text = (tmp_path / "index.html").read_text("utf-8")
-    assert "Steps at which NaN or Inf was computed: 1<" in text and "Best by" not in text
 
 # ---- what is saved ---------------------------------------------------------------------------------------------------
 

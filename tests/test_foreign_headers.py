@@ -31,7 +31,7 @@ from library.lora.lora_file import unfold
 from training import resume, run_folder
 import predict
 from tests.fuzz import fuzz, nested
-from tests.harness import (ON_DEVICE, SMALL, TINY, assert_bitwise, is_one_line, layers_of, log_of, lora_file, lora_of,
+from tests.harness import (ON_DEVICE, TINY, assert_bitwise, is_one_line, layers_of, log_of, lora_file, lora_of,
                            lora_tensors, refused, renamed, run_script, within, works)
 
 LAYER = "transformer.transformer_blocks.0.attn.to_q"
@@ -446,17 +446,18 @@ def test_an_alpha_that_is_no_finite_number_is_one_line_wherever_it_stands(tmp_pa
 # ---- LoRA files: what makes one no plain LoRA ------------------------------------------------------------------------
 
 def test_every_field_of_peft_s_configs_is_known():
-    """A new one fails here: does it change what a file's two matrices mean? (Of LoHa and LoKr, which become a LoRA, the
-    tests of their forms ask the same.)"""
+    """A new one fails here: does it change what a file's two matrices mean? (Of LoKr, which becomes a LoRA, the tests
+    of its forms ask the same.)"""
     names = set()
-    for config in (peft.LoraConfig, peft.LoHaConfig, peft.LoKrConfig):
+    for config in (peft.LoraConfig, peft.LoKrConfig):
         names |= {field.name for field in dataclasses.fields(config)}
     lists = [peft_config.SCALE, peft_config.TRAINING, [*peft_config.CHANGES]]
     assert sorted(sum(lists, [])) == sorted(names)
 
 CHANGED = [*(dict(init_lora_weights=init) for init in (
     "pissa", "pissa_niter_4", "PiSSA", "olora", "corda", "loftq", "lora_ga", "of tomorrow")), *(
-    dict(peft_type=kind) for kind in ("IA3", "ADALORA", "OFT", "XLORA")), dict(use_dora=True), dict(use_qalora=True),
+    dict(peft_type=kind) for kind in ("LOHA", "IA3", "ADALORA", "OFT", "XLORA")), dict(use_dora=True),
+    dict(use_qalora=True),
     dict(alora_invocation_tokens=[1, 2]), dict(lora_bias=True), dict(bias="lora_only"), dict(bias="all"),
     dict(modules_to_save=["proj_out"]), dict(layer_replication=[[0, 2]]), dict(trainable_token_indices=[1]),
     dict(kasa_config={"beta": 1}), dict(arrow_config={"top_k": 1}), dict(use_bdlora={"nblocks": 2})]
@@ -492,27 +493,6 @@ def test_a_field_of_a_later_peft_is_one_warning(tmp_path, capfd):
     predict.read_lora(save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(r=2, lora_alpha=2, use_new=True)))
     error = capfd.readouterr().err
     assert error.startswith("warning: ") and "use_new" in error and error.count("\n") == 1, error
-
-ADAPTERS = dict(
-    pissa=peft.LoraConfig(r=4, init_lora_weights="pissa"), olora=peft.LoraConfig(r=4, init_lora_weights="olora"),
-    bias=peft.LoraConfig(r=4, bias="all"), adalora=peft.AdaLoraConfig(init_r=4, target_r=4, total_step=9),
-    ia3=peft.IA3Config(feedforward_modules=[]), hra=peft.HRAConfig(r=4), fourier=peft.FourierFTConfig(n_frequency=9),
-    vera=peft.VeraConfig(r=4), norms=peft.LNTuningConfig())
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_an_adapter_of_peft_that_is_no_plain_lora_is_called_that(tmp_path, kind):
-    """As peft saves it; and without its config, whatever its tensors tell, it is no whole transformer."""
-    config = ADAPTERS[kind]
-    config.target_modules = {"norm_q"} if kind == "norms" else {"add_q_proj"}
-    model = QwenImageTransformer2DModel(**SMALL)
-    peft.get_peft_model(model, config).save_pretrained(tmp_path)
-    with refused(tmp_path, "plain LoRA", "peft_type" if config.peft_type != "LORA" else kind):
-        predict.read_lora(tmp_path)
-    if config.peft_type != "LORA": # else nothing tells
-        with refused(shutil.copy(tmp_path / lora_paths.PEFT_FILE, tmp_path / "x.safetensors")) as e:
-            (tmp_path / "adapter_config.json").unlink()
-            predict.read_lora(tmp_path / "x.safetensors")
-        assert "whole transformer" not in str(e.value)
 
 def test_a_model_saved_with_its_lora_layers_is_told_so(tmp_path):
     """As a folder, as one file, and as a LoRA; before it is loaded."""
@@ -639,18 +619,16 @@ def test_the_words_for_another_model_are_found_in_no_time():
 def lora_shapes(a, b):
     return {"lora_A.weight": a, "lora_B.weight": b}
 
-SHAPES = { # of a layer's tensors, each of a few KB: of a LoRA, a LoKr or a LoHa
+SHAPES = { # of a layer's tensors, each of a few KB: of a LoRA or a LoKr
     "rank 0": lora_shapes((0, 128), (160, 0)), "no inputs": lora_shapes((2, 0), (160, 2)),
     "no outputs": lora_shapes((2, 128), (0, 2)), "rank 4000": lora_shapes((4000, 4), (4, 4000)),
     "rank 0 alone": lora_shapes((0, 0), (0, 0)),
     "kron of columns": dict(lokr_w1=(10**5, 1), lokr_w2=(10**5, 1)),
     "kron of rows": dict(lokr_w1=(1, 10**5), lokr_w2=(1, 10**5)),
     "narrow": dict(lokr_w1_a=(10**5, 1), lokr_w1_b=(1, 10**5), lokr_w2_a=(10**5, 1), lokr_w2_b=(1, 10**5)),
-    "LoHa of ranks": dict(hada_w1_a=(4, 3000), hada_w1_b=(3000, 4), hada_w2_a=(4, 3000), hada_w2_b=(3000, 4)),
-    "LoHa, outputs": dict(hada_w1_a=(10**6, 1), hada_w1_b=(1, 4), hada_w2_a=(10**6, 1), hada_w2_b=(1, 4)),
     "no rank": dict(lokr_w1=(4, 4), lokr_w2_a=(4, 0), lokr_w2_b=(0, 4)),
     "not equal": dict(lokr_w1=(4, 4), lokr_w2_a=(4, 3), lokr_w2_b=(2, 4)),
-    "mixed": dict(lokr_w1=(4, 4), hada_w1_a=(4, 4)), "of LoHa one": dict(hada_w1_a=(4, 4))}
+    "a LoHa": dict(hada_w1_a=(4, 4), hada_w1_b=(4, 4), hada_w2_a=(4, 4), hada_w2_b=(4, 4))}
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_lora_of_impossible_size_is_one_line_at_once(tmp_path, kind):

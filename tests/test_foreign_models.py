@@ -33,7 +33,7 @@ from tests.harness import TINY, add_item, copy_model, paint_picture, refused, ru
 def test_a_models_folder_sets_no_flag(tmp_path, monkeypatch, script, flags):
     """Only tiny has defaults, in our code; the file of this name, which earlier versions read, means nothing."""
     found = []
-    monkeypatch.setattr(command_line.environment, "refuse_devices", lambda args, near: found.append(args))
+    monkeypatch.setattr(command_line.environment, "refuse_devices", found.append)
     text = json.dumps({script: dict(dtype="float16", seed=3, cache_dir="elsewhere", upscale=False)})
     (tmp_path / "defaults.json").write_text(text, "utf-8")
     for model in (tmp_path, tmp_path / "gone"):
@@ -127,7 +127,7 @@ def test_a_damaged_json_file_of_a_model_is_one_line(tmp_path, file):
     ("text_encoder/config.json", dict(text_config=dict(hidden_size=2048)), "asks for"),
     ("processor/preprocessor_config.json", dict(merge_size=1), "merge_size"),
     ("scheduler/scheduler_config.json", dict(num_train_timesteps=10**9), "num_train_timesteps"),
-    ("scheduler/scheduler_config.json", dict(max_shift="0.9"), "max_shift"),
+    ("scheduler/scheduler_config.json", dict(max_shift="0.9"), "real number"),
     ("scheduler/scheduler_config.json", dict(shift_terminal=1.0), "scheduler"),
     ("tokenizer/tokenizer_config.json", dict(auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}), None),
     ("tokenizer/tokenizer_config.json", dict(model_max_length=10**30), None), # as transformers writes "no limit"

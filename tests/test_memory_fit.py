@@ -246,16 +246,6 @@ def test_attention_is_kept_where_that_is_said(changes, keeps, card, monkeypatch)
         assert len(calls) == (BLOCKS if selective else 2 * BLOCKS - kept)
     assert (True in found) == keeps
 
-def test_the_process_that_needs_most_decides(card, monkeypatch):
-    model = hot_transformer()
-    alone, _ = fitted(model, 86 * 2**20, compile=True)
-    both = []
-    for extra in (0, 6 * 2**20):
-        monkeypatch.setattr(memory_fit, "gather_objects",
-                            lambda x: [x, (x[0] + extra, x[1]) if type(x) is tuple else x])
-        both.append(fitted(model, 86 * 2**20, compile=True)[0])
-    assert both[0] == alone > both[1]
-
 def test_a_new_field_of_an_item_gets_its_zeros_and_one_with_a_default_costs_nothing(card):
     """Of the shape that its annotation says: a field that fit did not know would fail on a card alone. One with a
     default is left at it, or all would pay for a tensor of few. And the annotations are right: train.py's own items

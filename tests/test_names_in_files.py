@@ -225,7 +225,6 @@ ALLOWED = {
     "library/data/sample_checks.py": {"distilled": {"getattr(flag)": OWN}},
     "library/models/offloading.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
     "training/optimizers.py": {
-        "refuse_missing": {"find_spec(package)": "--optimizer"},
         "find_optimizer": {"locate(args.optimizer)": "--optimizer"}},
     "training/plan.py": {
         "stand_in": {"getattr(flag)": OWN, "setattr(flag)": OWN},

@@ -212,24 +212,20 @@ def test_what_does_not_fit_into_the_host_is_refused_before_any_of_it_is_there(qu
         assert not host.asked
 
 GIB = 2**30
-LIMITS = { # files of control groups, in GiB or words; variables of Slurm -> what is free, and in all
-    "none": ({}, {}, 50, 100),
-    "no limit": ({"memory.max": "max", "memory.current": 5}, {}, 50, 100),
-    "a container": ({"memory.max": 20, "memory.current": 5, "memory.stat": 2}, {}, 17, 20), # 2 are files that were read
+LIMITS = { # files of control groups, in GiB or words -> what is free, and in all
+    "none": ({}, 50, 100),
+    "no limit": ({"memory.max": "max", "memory.current": 5}, 50, 100),
+    "a container": ({"memory.max": 20, "memory.current": 5, "memory.stat": 2}, 17, 20), # 2 are files that were read
     "a group above ours": ({"a/memory.max": 30, "a/memory.current": 10, "a/b/memory.max": 40, "a/b/memory.current": 0},
-                           {}, 20, 30),
-    "a container under its host's name": ({"b/memory.max": 7, "b/memory.current": 1}, {}, 6, 7),
+                           20, 30),
+    "a container under its host's name": ({"b/memory.max": 7, "b/memory.current": 1}, 6, 7),
     "version 1": ({"memory/a/memory.limit_in_bytes": 8, "memory/a/memory.usage_in_bytes": 3,
-                   "memory/a/memory.stat": 1}, {}, 6, 8),
-    "over it": ({"memory.max": 20, "memory.current": 21}, {}, 0, 20),
-    "--mem": ({}, dict(SLURM_MEM_PER_NODE="8192"), 7, 8), # this process has 1 for itself
-    "--mem-per-cpu": ({}, dict(SLURM_MEM_PER_CPU="1024", SLURM_CPUS_ON_NODE="16"), 15, 16),
-    "--mem=0": ({}, dict(SLURM_MEM_PER_NODE="0"), 50, 100),
-    "the least": ({"memory.max": 20, "memory.current": 17}, dict(SLURM_MEM_PER_NODE="8192"), 3, 8)}
+                   "memory/a/memory.stat": 1}, 6, 8),
+    "over it": ({"memory.max": 20, "memory.current": 21}, 0, 20)}
 @pytest.mark.parametrize("kind", LIMITS)
 def test_the_memory_of_the_host_is_that_of_this_job(tmp_path, host, monkeypatch, kind):
-    """Its control groups' in both versions, and Slurm's: where Linux kills the process without a word."""
-    files, variables, free, total = LIMITS[kind]
+    """Its control groups' in both versions: where Linux kills the process without a word."""
+    files, free, total = LIMITS[kind]
     for name, value in files.items():
         place = tmp_path / "groups" / name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -241,8 +237,6 @@ def test_the_memory_of_the_host_is_that_of_this_job(tmp_path, host, monkeypatch,
     (tmp_path / "own").write_text("4:memory:/a/b\n1:name=systemd:/\n0::/a/b\n", "utf-8")
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
     monkeypatch.setattr(host_memory, "OWN_GROUPS", tmp_path / "own")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
     host.available, host.total, host.rss, host.shared = 50 * GIB, 100 * GIB, 3 * GIB, 2 * GIB
     assert host_memory.host_memory() == (free * GIB, total * GIB)
     picture_files.pixels_that_fit.cache_clear()

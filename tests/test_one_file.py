@@ -286,18 +286,16 @@ def test_matrices_in_bf16_beside_scaled_ones_and_marks_of_other_parts_are_taken(
     assert not read_layout(write(cast | beside, tmp_path / "y.safetensors")).scales
 
 MISFITS = [
-    ("lacks blocks: it has 2", lambda: without("transformer_blocks.0.")),
-    ("lacks blocks: it has 1", lambda: without("transformer_blocks.0.", without("transformer_blocks.2."))),
-    ("lacks 1 of 109 tensors, for instance img_in.bias", lambda: without("img_in.bias")),
-    ("lacks", lambda: without("transformer_blocks.2.")),
-    ("has 1 tensors that", lambda: OURS | {"transformer_blocks.3.attn.to_q.weight": torch.ones(2)}),
-    ("img_in.bias is [3]", lambda: OURS | {"img_in.bias": torch.ones(3)})]
+    ("missing here, [", lambda: without("transformer_blocks.2.")),
+    ("1 tensors are not as", lambda: without("img_in.bias")),
+    ("missing there", lambda: OURS | {"transformer_blocks.3.attn.to_q.weight": torch.ones(2)}),
+    ("img_in.bias: [3] here, [", lambda: OURS | {"img_in.bias": torch.ones(3)})]
 
 @pytest.mark.parametrize("what, make", MISFITS, ids=[what for what, _ in MISFITS])
 def test_a_file_that_does_not_fit_the_model_is_one_line(tmp_path, what, make):
     file = write(make(), tmp_path / "x.safetensors")
     args = SimpleNamespace(model="tiny", transformer=str(file))
-    with refused(f"--transformer {file}", what, TINY / "transformer/config.json" if "lacks" not in what else ""):
+    with refused(f"--transformer {file}", what, TINY / "transformer/config.json"):
         predict.find_transformer(args)
 
 @pytest.mark.parametrize("prefix", ["", COMFY])
@@ -380,7 +378,7 @@ OTHER_FOLDERS = { # what differs in --transformer's folder, or in --model's; wha
     "Flux": (dict(pipeline="FluxPipeline"), {}, ["FluxPipeline"]),
     "v1 beside 2509": (dict(pipeline=V1), {}, [V1, PLUS]), "2509 beside v1": ({}, dict(pipeline=V1), [V1, PLUS]),
     "another class": (dict(_class_name="FluxTransformer2DModel"), {}, ["FluxTransformer2DModel"]),
-    "2511 beside 2509": (dict(zero_cond_t=True), {}, ["zero_cond_t", "2511"]),
+    "2511 beside 2509": (dict(zero_cond_t=True), {}, ["zero_cond_t True", "False"]),
     "layered": (dict(use_layer3d_rope=True), {}, ["use_layer3d_rope"]),
     "channels": (dict(in_channels=128), {}, ["in_channels 128", "64"]),
     "another text encoder": (dict(joint_attention_dim=3584), {}, ["joint_attention_dim 3584", "64"])}
@@ -395,7 +393,7 @@ def test_a_folder_of_another_model_is_one_line_that_names_both(tmp_path, kind):
 
 def test_folders_that_people_have_are_taken(tmp_path, capfd):
     """A merged 2509; a folder with nothing but transformer/, also of a v1, of which nothing tells; a --model without a
-    transformer; fields that a newer diffusers has added; a pruned one, with a line."""
+    transformer; fields that a newer diffusers has added; a pruned one."""
     model = changed_model(tmp_path / "model")
     encoders = changed_model(tmp_path / "encoders")
     shutil.rmtree(encoders / "transformer")
@@ -406,14 +404,11 @@ def test_folders_that_people_have_are_taken(tmp_path, capfd):
         config.pop(field)
     (old / "transformer/config.json").write_text(json.dumps(config | dict(pooled_projection_dim=768)), "utf-8")
     for base in (model, encoders):
-        for other in (changed_model(tmp_path / f"{base.name}-merged"), alone, old):
+        for other in (changed_model(tmp_path / f"{base.name}-merged"), alone, old,
+                      changed_model(tmp_path / f"{base.name}-pruned", num_layers=2)):
             args = SimpleNamespace(model=str(base), transformer=str(other))
             assert predict.find_transformer(args) == (other, None)
     assert capfd.readouterr() == ("", "")
-    pruned = changed_model(tmp_path / "pruned", num_layers=2)
-    predict.find_transformer(SimpleNamespace(model=str(model), transformer=str(pruned)))
-    error = capfd.readouterr().err
-    assert error.startswith("warning: --transformer") and "num_layers 2" in error and len(error.splitlines()) == 1
 
 @pytest.mark.parametrize("name, size, notes", [
     ("a" * 900_000 + ".qweight", 1, {}), ("_" * 900_000 + "b", 1, {}), ("lora" * 200_000, 1, {}),

@@ -94,17 +94,6 @@ def test_fsdp_is_data_parallel_bit_for_bit_and_takes_turns(tmp_path, small, star
         train_on("turns", 2, "--max_steps", 2, "--fsdp")
         assert train_on("turns", ranks, "--resume")[0] == pytest.approx(one, rel=1e-6)
 
-def test_validation_under_fsdp_is_that_of_one_process(tmp_path, start, data):
-    """Twice: pictures of the base are drawn the first time only, on all processes or on none."""
-    flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 2, "--batch_size", 2,
-             "--sample_every", 1, *NATIVE, *EXACT, *ADAMW, "--device", "cpu"]
-    assert run_script("train.py", *flags, "--out_dir", tmp_path / "one").status == 0
-    ranks = start_ranks(start, *flags, "--fsdp", "--out_dir", tmp_path / "two")
-    assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
-    one, two = [json.loads((tmp_path / d / "log.jsonl").read_text("utf-8").splitlines()[-1]) for d in ("one", "two")]
-    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
-    assert two["psnr"]["data"] == pytest.approx(one["psnr"]["data"], abs=0.05)
-
 # ---- few bits --------------------------------------------------------------------------------------------------------
 
 def hot_base(quantize, outliers):

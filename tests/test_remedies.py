@@ -49,7 +49,7 @@ DOTTED = "--optimizer tests.test_optimizers."
 TABLE = [
     # flags that contradict each other
     (OWN + "--pretrained_lora {run} --lora_rank 4", "leave out --lora_rank", [OWN + "--pretrained_lora {run}"]),
-    (OWN + "--lora_args r=4", "give --lora_rank", [OWN + "--lora_rank 4"]),
+    (OWN + "--lora_args r=4", "(--lora_rank, ", [OWN + "--lora_rank 4"]),
     (OWN + "--lora_args lora_alpha=4", "--lora_alpha", [OWN + "--lora_alpha 4"]),
     (OTHER + "--dtype float16", "use bfloat16", [OTHER + "--dtype bfloat16"]),
     (OWN + "--model {model} --num_inference_steps 1", "give one, or 2 or more", [
@@ -69,8 +69,8 @@ TABLE = [
     (OWN + "--mask_foreground_weight 0 --mask_background_weight 0", "give one", [OWN + "--mask_foreground_weight 0"]),
     (OWN + "--lora_rank 4000", "give 1 to 3072", [OWN + "--lora_rank 16"]),
     # what peft or an optimizer refuses
-    (OWN + "--lora_args no_such=1", "leave it out; there are rank_pattern", [OWN + "--lora_args use_rslora=true"]),
-    (OWN + "--lora_args bias=all", "leave it out", [OWN]),
+    (OWN + "--lora_args no_such=1", "give use_rslora=true", [OWN + "--lora_args use_rslora=true"]),
+    (OWN + "--lora_args bias=all", "rank_pattern or alpha_pattern", [OWN]),
     (OWN + "--lora_rank 3 --lora_args init_lora_weights=orthogonal", "give other --lora_args, or another --lora_rank", [
         OWN + "--lora_rank 4 --lora_args init_lora_weights=orthogonal", OWN + "--lora_rank 3"]),
     (OWN + "--lora_targets nosuch", "there are to_q", [OWN + "--lora_targets to_q"]),

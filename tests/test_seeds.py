@@ -322,7 +322,7 @@ def test_each_part_of_predict_stands_on_its_own_device(tmp_path, photo, monkeypa
     assert predict_photo(photo, tmp_path).status == 0 # the encodings
     seen, real = [], predict.decode
     monkeypatch.setattr(devices, "check_device", lambda flag, device: None)
-    monkeypatch.setattr(environment, "refuse_devices", lambda args, near: None) # of all but cuda and cpu
+    monkeypatch.setattr(environment, "refuse_devices", lambda args: None) # of all but cuda and cpu
     def decode(vae, latents, shapes):
         seen.append((devices_of(vae), latents.device.type))
         return (paint_picture(), None) if latents.is_meta else real(vae, latents, shapes)

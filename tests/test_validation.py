@@ -14,8 +14,8 @@ from library.cli import command_line
 from library.data import dataset, picture_files
 from training import best_step, validation
 import predict
-from tests.harness import (EXACT, NATIVE, ON_DEVICE, add_item, curve, is_one_line, log_of, lora_of, paint_picture,
-                           run_script, save, start_ranks, train, validations_of)
+from tests.harness import (ADAMW, EXACT, NATIVE, ON_DEVICE, add_item, curve, is_one_line, log_of, lora_of,
+                           paint_picture, run_script, save, start_ranks, train, validations_of)
 
 def test_validation_changes_no_number(tmp_path, data, monkeypatch):
     """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
@@ -141,14 +141,16 @@ def test_a_validation_makes_at_most_val_pictures_and_computes_the_loss_of_all(tm
     whole, = validations_of(tmp_path / "run-1")
     assert record["psnr"].items() <= whole["psnr"].items() # each compared with its own target
 
-def test_two_processes_share_a_validation(tmp_path, start, data):
-    """The same validation loss, PSNRs and sheet as one process."""
+@pytest.mark.parametrize("more", [[], ["--fsdp", "--max_steps", 2, "--sample_every", 1]], ids=["data parallel", "fsdp"])
+def test_two_processes_share_a_validation(tmp_path, start, data, more):
+    """The same validation loss, PSNRs and sheet as one process; twice, as pictures of the base are drawn the first time
+    only, on all processes or on none."""
     flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size", 2,
-             *NATIVE, *EXACT]
-    assert run_script("train.py", *flags, "--out_dir", tmp_path / "one").status == 0
-    ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two")
+             *NATIVE, *EXACT, *ADAMW]
+    assert run_script("train.py", *flags, *more[1:], "--out_dir", tmp_path / "one").status == 0
+    ranks = start_ranks(start, *flags, *more, "--out_dir", tmp_path / "two")
     assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
-    (one,), (two,) = validations_of(tmp_path / "one"), validations_of(tmp_path / "two")
+    one, two = [validations_of(tmp_path / name)[-1] for name in ("one", "two")]
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
     assert two["psnr"]["data"] == pytest.approx(one["psnr"]["data"], abs=0.05)
     a, b = [np.asarray(Image.open(tmp_path / d / "samples/step_000001_data.png"), int) for d in ("one", "two")]

@@ -2,8 +2,8 @@
 Converts a LoRA for the program that will use it, or to a complete model into which it is merged.
 
 LORA is what predict.py --lora accepts: a file of any trainer, a run folder, a folder that peft has written, or
-user/repo on the hub. Of a LoKr or LoHa it makes a LoRA of at most --rank: the nearest one, and the command prints how
-far it is off. diffusers, ComfyUI, InvokeAI, stable-diffusion.cpp, OneTrainer and SimpleTuner load the file of a run, or
+user/repo on the hub. Of a LoKr it makes a LoRA of at most --rank: the nearest one, and the command prints how far it is
+off. diffusers, ComfyUI, InvokeAI, stable-diffusion.cpp, OneTrainer and SimpleTuner load the file of a run, or
 of a checkpoint, without conversion. Others name the layers otherwise: give --to, such as --to mflux. The command prints
 how the program loads what it has made. You can train another LoRA on a merged model. Its weights are rounded once, to
 --dtype; the command prints how far that puts the change by the LoRAs off.
@@ -22,7 +22,6 @@ import re
 import secrets
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,7 +30,6 @@ import common
 from common import InputError, NOTHING, is_utf8, tell
 from library.cli import command_line
 from library.cli.command_line import number, positive
-from library.data import stat_cache
 from library.files import disk, stray_files, tensor_files
 from library.lora import lora_paths
 
@@ -161,6 +159,7 @@ def merge(loras, scales, model, dtype, out):
     appears under its name only when it is complete."""
     import cache
     import predict
+    from library.lora import lora_file
     from safetensors import SafetensorError
     disk.try_renames(out, f"--out {out}")
     folder = cache.find_model(model, [*cache.ENCODERS, "transformer"])
@@ -168,9 +167,8 @@ def merge(loras, scales, model, dtype, out):
     copied.append(folder / "model_index.json")
     for file in copied:
         stray_files.refuse_outside(file, folder)
-    read = [*copied, *(folder / "transformer").iterdir()]
-    before = list(map(identity, read))
-    base = compare_bases(loras, model, folder)
+    base = lora_file.base_of(model, None, folder, folder, None) # its hash, of 41 GB, is not needed
+    lora_file.warn_other_base(loras, base)
     transformer = predict.load_transformer(folder, dtype)
     line = add_loras(transformer, folder / "transformer", loras, scales, dtype)
     tmp = out.with_name(f".tmp-{secrets.token_hex(8)}")
@@ -181,15 +179,13 @@ def merge(loras, scales, model, dtype, out):
         os.umask(umask := os.umask(0))
         for file in (tmp / "transformer").iterdir(): # safetensors lets only the owner read them
             file.chmod(0o666 & ~umask)
-        # half of the one and half of the other would look like a model
-        stat_cache.refuse_changed_files(read, before, identity)
         common.refuse_to_replace(out) # it may have come since the start
         disk.rename_folder(tmp, out)
     except OSError as e:
         raise common.disk_error(f"--out {out}", e)
-    except SafetensorError as e: # its text ends with "(os error 28)"
-        number = re.search(r"os error (\d+)|$", str(e))[1]
-        raise common.disk_error(f"--out {out}", OSError(int(number or 0), common.first_words(e)))
+    except SafetensorError as e: # whose words have the system's number: "(os error 28)"
+        raise InputError(f"--out {out}: cannot be written ({common.first_words(e)}); free some space, or give another "
+                         "disk")
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     # SGLang and mflux look for these words in the name of a model's folder
@@ -198,12 +194,6 @@ def merge(loras, scales, model, dtype, out):
     if name in out.name:
         return [line]
     return [line, f"{out}: SGLang and mflux take a model's kind from its folder's name; for them call it {name}-..."]
-
-def identity(file):
-    """What is another if another file has come to this place, or other content. (Not the time of its last change of any
-    kind, which a hard link to it changes, too.)"""
-    found = file.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ino
 
 def stored_weights(folder):
     """-> a function: the name of a weight -> it, in the dtype in which this folder's files have it."""
@@ -280,18 +270,6 @@ def rounded(weight, change, dtype):
             factor = less
     return (weight + factor * change).to(dtype), factor
 
-def compare_bases(loras, model, folder):
-    """A line for each LoRA that was trained on another model than this one, which is in this folder -> base_of's."""
-    import cache
-    from library.lora import lora_file
-    weights = None
-    if any("model_hash" in lora_file.training_of(lora) for lora in loras): # else 41 GB need not be read
-        with tempfile.TemporaryDirectory() as tmp:
-            weights = cache.hash_part(folder / "transformer", tmp)
-    base = lora_file.base_of(model, None, folder, folder, weights)
-    lora_file.warn_other_base(loras, base)
-    return base
-
 def copy_file(source, target):
     """Hard-links a large file, where the disk allows it. Copies other files, so that a user can edit the copies."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -325,7 +303,7 @@ def main():
     flag("--model", None, "with --to model: hub id or folder of the base model (default: tiny)")
     flag("--scale", None, "with --to model: one number for each LoRA (default: 1)", type=number(float, -10, 10),
          nargs="+")
-    flag("--rank", None, "of the LoRA that is made of a LoKr or LoHa (default: 64)", type=positive)
+    flag("--rank", None, "of the LoRA that is made of a LoKr (default: 64)", type=positive)
     flag("--unchecked", False, "use a LoRA of train.py although its digest is not right, as you have changed it")
     flag("--dtype", None, "with --to model: dtype of the merged weights (default: bfloat16)",
          choices=["float32", "bfloat16", "float16"])
@@ -348,8 +326,8 @@ def main():
     sources = list(map(lora_paths.find_lora, args.lora))
     from library.lora import foreign_loras, lora_file
     loras = [lora_file.read_lora(source, args.rank or 64, args.unchecked) for source in sources]
-    if args.rank and not any(foreign_loras.is_lokr_or_loha(lora.header) for lora in loras):
-        raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
+    if args.rank and not any(foreign_loras.is_lokr(lora.header) for lora in loras):
+        raise InputError(f"--rank: {args.lora[0]} is no LoKr; leave --rank out")
     lines = [f"{args.out}: {' + '.join(map(str, args.lora))} as {args.to}"]
     if args.to == "model":
         scales = args.scale or [1.0] * len(loras)

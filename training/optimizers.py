@@ -20,35 +20,25 @@ import contextlib
 import io
 import random
 from functools import partial
-from importlib.util import find_spec
 from pydoc import ErrorDuringImport, locate
 
 from common import InputError, first_words, warn_once
 from library.cli.command_line import is_given
 
 KNOWN = ("torch.optim.AdamW", "torch.optim.Muon") # they need no trial: the tests have tried them, with --ema, too
-NOT_FOUND = "argument --optimizer: found no {!r}; pip install it, or give torch.optim.AdamW"
-
-
-def refuse_missing(args, parser):
-    """Ends the script if no package of --optimizer's is installed, before anything slow: nothing is imported."""
-    package, found = args.optimizer.split(".")[0], None
-    with contextlib.suppress(ValueError): # of an empty name, and of __main__, whose classes come too late
-        found = find_spec(package)
-    if not found:
-        parser.error(NOT_FOUND.format(args.optimizer))
 
 
 def find_optimizer(args, parser):
     """-> make_optimizer(parameters), by the flags; all that can be wrong with them ends the script with a line, here
-    or when one is made. A name that leads nowhere does not wait for torch."""
+    or when one is made."""
     try:
-        found = locate(args.optimizer) # imports a class by its dotted name
+        # imports a class by its dotted name: one that leads nowhere does not wait for torch
+        found = locate(args.optimizer)
     except ErrorDuringImport as e:
         parser.error(f"argument --optimizer: {args.optimizer} cannot be imported ({first_words(e)}); mend that, "
                      "or give torch.optim.AdamW")
-    if not isinstance(found, type):
-        parser.error(NOT_FOUND.format(args.optimizer))
+    if not isinstance(found, type): # None, or a function
+        parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
     if args.ema and has_average(found):
         parser.error(f"argument --ema: {args.optimizer} has an average of its own; leave out --ema")
     if args.lr_scheduler != "constant" and has_average(found):

@@ -6,32 +6,24 @@ part of the LoRA, is saved and read back into a second one, and both take the sa
 equal. The copies are of two parameters of each shape, so this takes a second. Each of them must also move: a class that
 multiplies its steps by the size of the weights (LAMB) never leaves the zeros with which one half of a LoRA begins.
 
-A checkpoint and the finished LoRA are written, read back, compared with what is trained, and put on a second model.
-Meanwhile the LoRA has random numbers, as zeros would hide a wrong scale; and of blocks whose LoRAs are alike all but
-the first have matrices of one column or row, so that this takes a second, too.
+A checkpoint is written, read back, and compared with what is trained, by names and bits.
 """
-import contextlib
-import gc
 import random
 import shutil
-from dataclasses import replace
 
 import torch
-from peft.tuners.lora import LoraLayer
 
 import predict
 from common import InputError, first_words, on_first_process, rank, warn_once
-from rope_patch import blocks_of
 from training.optimizers import KNOWN, averaged_weights, d_of, trial
 from training.resume import load_optimizer, names_in_file, read_checkpoint, read_optimizer, save_optimizer, take_steps
 
 STEPS = 11 # before the checkpoint, and behind it: some change a part of their state in every tenth step
 
 
-def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty):
-    """InputError if an optimizer of --optimizer would not resume to the bit, or if the files of this run could not be
-    used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA. All others are train.py's.
-    Nothing is changed."""
+def check(args, out_dir, lora, optimizer, make_optimizer, write_checkpoint):
+    """InputError if an optimizer of --optimizer would not resume to the bit, or if a checkpoint of this run would not
+    hold what is trained. lora: {name: parameter}; the functions are train.py's. Nothing is changed."""
     if len({group["lr"] for group in optimizer.param_groups}) > 1:
         raise InputError(f"{out_dir}: the optimizer's groups of parameters have several learning rates, and the loop "
                          "sets one for all; let it multiply them, or put all into one group")
@@ -42,99 +34,40 @@ def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_che
                          f"instance one of {list(strange[0].shape)}; mend make_model or make_optimizer in train.py")
     folder = out_dir / f".tmp-trial-{rank()}" # one name: the next start deletes what a killed one has left
     check_optimizer(args, lora, make_optimizer, folder)
-    on_first_process(lambda: check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint,
-                                         meta, load_empty))
-    gc.collect() # the second model's parts refer to each other
+    on_first_process(lambda: check_files(out_dir, folder, lora, make_optimizer, write_checkpoint))
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
 
 
-def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint, meta, load_empty):
-    """InputError names what is lost in the files of this run, which are written into `folder`."""
+def check_files(out_dir, folder, lora, make_optimizer, write_checkpoint):
+    """InputError names what a checkpoint, which is written into `folder`, does not give back as it is trained."""
+    path, found = folder / "checkpoint-000001", None
+    before = {p: p.detach().to("cpu", copy=True) for p in lora.values()}
     try:
+        for p in before: # the zeros of a new LoRA would hide what is missing
+            p.data += 1
         with trial():
-            trained, scales, firsts = write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta)
-        try:
-            found = find_wrong(folder, args.optimizer, trained, scales, firsts, load_empty())
-        except InputError as e: # which names a file that will not be there
-            found = first_words(e).removeprefix("error: ")
+            write_checkpoint(path, 1, make_optimizer(lora.values()))
+        trained, read, in_use = names_in_file(lora), read_checkpoint(path).lora, predict.read_lora(path).state
+        for name in sorted(trained.keys() | read.keys() | in_use.keys()):
+            if name not in trained:
+                found = f"it has {name}, which is not trained"
+            elif name not in read or name not in in_use:
+                found = f"it lacks {name}"
+            elif not same_bits(read[name], trained[name].cpu()):
+                found = f"it has other numbers in {name}"
+    except InputError as e: # which names a file that will not be there
+        found = first_words(e).removeprefix("error: ")
     except Exception as e: # of code that a person has changed, which can fail in any way
         found = f"{type(e).__name__}: {first_words(e)}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        for p, numbers in before.items():
+            p.data.copy_(numbers)
     if found:
-        raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
+        raise InputError(f"{out_dir}: a checkpoint fails in a trial before the first step ({found}); mend "
                          "write_checkpoint, predict.py's save_lora, or library/lora/lora_file.py")
-
-
-def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta):
-    """Writes checkpoint-000001 and the finished LoRA -> {name in a file: tensor} of what is trained, {layer: scale},
-    the numbers of the blocks whose matrices are whole."""
-    with random_numbers(transformer, lora) as firsts:
-        optimizer = make_optimizer(lora.values())
-        write_checkpoint(folder / "checkpoint-000001", 1, optimizer)
-        trained = lora | {name: p for name, p in transformer.named_parameters() if p.requires_grad}
-        with averaged_weights(optimizer):
-            predict.save_lora(folder / predict.LORA_FILE, transformer, dict(step=1, **meta))
-            trained = {name: p.detach().to("cpu", copy=True) for name, p in names_in_file(trained).items()}
-    return trained, predict.scales_of(transformer), firsts
-
-
-@contextlib.contextmanager
-def random_numbers(transformer, lora):
-    """Within `with` the LoRA has random numbers, and of the blocks whose LoRAs have the same layers, ranks and scales
-    only the first one has whole matrices -> the numbers of these. Afterwards all is as it was, to the bit."""
-    kinds, narrow, weights = {}, set(), {p: p.data for p in lora.values()}
-    for n, block in enumerate(blocks_of(transformer)):
-        shapes = [(name, p.shape) for name, p in block.named_parameters() if p.requires_grad]
-        scales = [module.scaling for module in block.modules() if isinstance(module, LoraLayer)]
-        if kinds.setdefault(str((shapes, scales)), n) != n:
-            narrow.update(block.parameters())
-    try:
-        for n, (name, p) in enumerate(lora.items()):
-            part = p.data
-            if p in narrow and ".lora_A." in name:
-                part = part[:, :1]
-            elif p in narrow and ".lora_B." in name:
-                part = part[:1]
-            numbers = torch.randn(part.shape, generator=torch.Generator().manual_seed(n))
-            p.data = numbers.to(p.device)
-        yield list(kinds.values())
-    finally:
-        for p, data in weights.items():
-            p.data = data
-
-
-def find_wrong(folder, optimizer, trained, scales, firsts, second):
-    """-> what of write_files' answer does not come back from its files, in words; None if all does. second: an empty
-    transformer, which gets both LoRAs, as far as they are whole."""
-    checkpoint = folder / "checkpoint-000001"
-    of_checkpoint, finished = predict.read_lora(checkpoint), predict.read_lora(folder)
-    folded = dict(trained)
-    for layer, scale in scales.items():
-        folded[f"transformer.{layer}.lora_B.weight"] = scale * trained[f"transformer.{layer}.lora_B.weight"]
-    for what, read, wanted in (("a checkpoint", read_checkpoint(checkpoint, optimizer).lora, trained),
-                               ("a checkpoint's LoRA", of_checkpoint.state, folded),
-                               ("the finished LoRA", finished.state, folded)):
-        for name in sorted(read.keys() ^ wanted.keys()):
-            return f"{what} has {name}, which is not trained" if name in read else f"{what} lacks {name}"
-        for name, tensor in wanted.items():
-            if not same_bits(read[name], tensor):
-                return f"{what} has other numbers in {name}"
-    narrow = set()
-    for n, block in enumerate(blocks_of(second)):
-        if n not in firsts:
-            narrow.update(block.modules())
-    places = {f"transformer.{name}" for name, module in second.named_modules() if module not in narrow}
-    for adapter, lora in (("checkpoint", of_checkpoint), ("finished", finished)):
-        whole = {name: tensor for name, tensor in lora.state.items() if name.rsplit(".lora_", 1)[0] in places}
-        predict.load_lora(second, adapter, replace(lora, state=whole))
-    for layer in (layer for layer in scales if f"transformer.{layer}" in places):
-        found = second.get_submodule(layer).scaling
-        if found["checkpoint"] != 1 or found["finished"] != 1:
-            return f"{layer} is loaded at scales of {found['checkpoint']:g} and {found['finished']:g}, not 1"
-    return None
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -216,7 +149,7 @@ def close(p, other, before):
 
 
 def same_bits(a, b):
-    if (type(a), a.dtype, a.shape, a.device) != (type(b), b.dtype, b.shape, b.device):
+    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
         return False
     a, b = [x.detach().cpu().contiguous().flatten().view(torch.uint8) for x in (a, b)]
     return torch.equal(a, b)

@@ -10,19 +10,17 @@ import math
 import os
 import re
 import shutil
-import sys
 import time
 import weakref
 from pathlib import Path
 
-from common import (FULL, InputError, LONG_TEXT, file_in, is_inside, is_utf8, os_reason, refuse_to_replace, say,
-                    shell_command, sync, warn_once)
+from common import (InputError, LONG_TEXT, file_in, is_inside, os_reason, refuse_to_replace, say, shell_command,
+                    warn_once)
 from library.files import disk
 from library.files.stray_files import is_broken, listed
 from library.lora.lora_paths import LORA_FILE, checkpoints, number_of, numbered
 from training import best_step
 
-TRIED = 2 * 10**9 # bytes at most that are written to find out about a quota
 FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, beside its checkpoints
 
 # ---- which folder, and what may be in it -----------------------------------------------------------------------------
@@ -50,21 +48,13 @@ def find(args, name):
                          "without --resume")
     if used and not (args.resume or args.plan):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
-    check(folder, args.tracker)
+    check(folder)
     return folder
 
 
-def check(folder, tracker):
+def check(folder):
     """InputError names a link that leads out of a run's folder, what is neither file nor folder, a file in the place of
-    one of its folders, a log that is too long, or a name that the tracker cannot take. (wandb's own links stay inside.
-    lock looks at the files.)"""
-    words = [folder]
-    if tracker == "wandb": # which also sends the command, and where it was given
-        words += [os.getcwd(), *sys.argv]
-    strange = [word for word in words if not is_utf8(word)]
-    if strange and tracker != "none":
-        raise InputError(f"--tracker {tracker}: takes no name that is no UTF-8, as {strange[0]}; rename it, or leave "
-                         "--tracker out")
+    one of its folders, or a log that is too long. (wandb's own links stay inside. lock looks at the files.)"""
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mend its permissions, or give another one")
     for place in (folder, *folder.parents):
@@ -200,40 +190,19 @@ def is_record(line, step):
 def check_room(folder, numbers, keep, ema=0, trained={}):
     """InputError if a checkpoint of so many LoRA parameters does not fit: fp32, and as much twice for an optimizer such
     as AdamW, four times with --ema, which adds the average and the trained weights; and as_trained's. A warning
-    if --keep do not, with the one that is written before the oldest is deleted, and the LoRA."""
-    files = 4 * numbers, (16 if ema else 8) * numbers + 4 * sum(p.numel() for p in trained.values())
-    size = sum(files)
-    others = max(keep + 1 - len(checkpoints(folder)), 1)
+    if --keep do not, with the one that is written before the oldest is deleted, and the LoRA. (A quota, which the disk
+    does not tell, is met at a checkpoint: failures.save_or_warn.)"""
+    lora = 4 * numbers # bytes, also of the finished one
+    size = lora + (16 if ema else 8) * numbers + 4 * sum(p.numel() for p in trained.values())
+    others = max(keep + 1 - len(checkpoints(folder)), 1) # that are still to come
     usage = shutil.disk_usage(folder)
     free = usage.free if usage.total else math.inf # unknown
-    if size <= min(free, TRIED):
-        free = min(free, room_for(folder, files))
     if free < size:
         raise InputError(f"{folder}: has room for {free / 1e9:.3g} GB, and a checkpoint takes {size / 1e9:.3g} GB; "
                          "free some space, or give a folder on another disk")
-    if free < others * size + files[0]:
+    if free < others * size + lora:
         warn_once(f"warning: {folder}: has room for {int(free // size)} more checkpoints of {size / 1e9:.3g} GB, and "
                   f"--keep {keep} will need {others}, and the finished LoRA; free some space")
-
-
-def room_for(folder, sizes):
-    """-> infinity if files of these sizes, in bytes, can be written; else the bytes that could be, as by a quota."""
-    part, written = os.urandom(2**20), 0
-    try:
-        with contextlib.ExitStack() as stack:
-            for size in sizes:
-                trial = stack.enter_context(file_in(folder))
-                f = stack.enter_context(open(trial, "xb", buffering=0))
-                while size: # a write that reaches a limit is a short one, which raises nothing
-                    done = f.write(part[:size])
-                    size, written = size - done, written + done
-                    if not done:
-                        return written
-                sync(f.fileno(), folder)
-    except OSError as e: # (any other does not tell)
-        if e.errno in FULL:
-            return written
-    return math.inf
 
 
 def remove_old(path):

@@ -197,7 +197,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         make_streams_printable()
         warn_once.cache_clear()
         WARNED.clear()
-        for line in environment.restore_defaults():
+        for line in environment.remove_other_numbers():
             warn_once(line)
         if world() > 1 and "--flash_attention" not in self._option_string_actions: # one of add_model_flags
             self.error(f"argument WORLD_SIZE: {world()}, and {self.prog} works in one process; unset RANK WORLD_SIZE")
@@ -315,7 +315,7 @@ def parse_args(parser, script):
     if hub.is_tiny(args.model):
         set_tiny_defaults(parser, flags)
         args = parser.parse_args()
-    environment.refuse_devices(args, hub.near_id(args.model).removesuffix(", "))
+    environment.refuse_devices(args)
     # what is written into a dataset would be read as a part of it
     if args.cache_dir and Path(args.cache_dir, "target").is_dir():
         parser.error(f"argument --cache_dir: {args.cache_dir} is a dataset; give another folder, or leave it out")

@@ -3,8 +3,8 @@ LoRA files of all programs: diffusers' and ours, kohya, musubi-tuner, ComfyUI, a
 LightX2V, peft, LyCORIS.
 
 `convert` brings one to one form, or says in one line what the file is instead. Names come with many prefixes,
-with dots or underscores, and with lora_A, lora_down or lora.down for the narrow matrix. A LoKr or LoHa becomes the
-nearest LoRA of rank 64 (tools/convert_lora.py --rank makes another one).
+with dots or underscores, and with lora_A, lora_down or lora.down for the narrow matrix. A LoKr becomes the nearest LoRA
+of rank 64 (tools/convert_lora.py --rank makes another one).
 
 The scale of a layer is alpha / rank (of an rsLoRA: alpha / sqrt(rank)), and the alpha may stand in four places: a
 tensor X.alpha, which every program reads as alpha / rank; lora_adapter_metadata, which diffusers writes into the
@@ -27,22 +27,23 @@ from common import first_words, is_inside, read_object, tell, warn_once
 from library.files import tensor_files
 from library.files.stray_files import read_text
 from library.lora.lora_paths import PEFT_FILE
-from library.lora.peft_config import (MOST_RANK, check_config, lora_error, number_of_file, number_of_layer,
-                                      refuse_changes, scale_of_layer, warn_unknown)
+from library.lora.peft_config import (MOST_RANK, check_config, lora_error, number_of_file, refuse_changes,
+                                      scale_of_layer, warn_unknown)
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
                       r"(lycoris|lora_unet|lora_transformer|lora_dit|unet|transformer(?!_blocks))_")
 DTYPES = torch.float32, torch.float16, torch.bfloat16 # of the matrices that are used as they are
-# how a tensor's name ends: the matrices of a LoRA, with or without an adapter's name; alpha; those of a LoKr or LoHa
+# how a tensor's name ends: the matrices of a LoRA, with or without an adapter's name; alpha; those of a LoKr
 PARTS = re.compile(r"(.+?)\.(?:lora_(?:linear_layer\.)?|lora\.)(?P<half>A|B|down|up)"
                    r"(?:\.(?!weight$|bias$)\w+)?(?:\.weight)?"
                    r"|(.+)\.(?P<alpha>(?:lora_|network_)?alpha)"
-                   r"|(.+)\.(?P<factor>lokr_w[12](?:_[ab])?|hada_w[12]_[ab])(?:\.\w+)?")
+                   r"|(.+)\.(?P<factor>lokr_w[12](?:_[ab])?)(?:\.\w+)?")
 HALVES = dict(A="A", down="A", B="B", up="B")
 # what is no plain LoRA, by its tensors' names
 NO_PLAIN_LORA = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used here",
-                 r"lora_mid|lokr_t2|hada_t[12]": "a LoRA in Tucker's form (lora_mid, t2), which is for convolutions",
+                 r"lora_mid|lokr_t2": "a LoRA in Tucker's form (lora_mid, t2), which is for convolutions",
+                 r"\.hada_": "a LoHa, which multiplies two LoRAs",
                  r"\.base_layer\.(weight|bias)$": "a whole model that was saved with LoRA layers around its own",
                  r"\.diff(_[bg])?$|\.set_weight$": "differences of whole weights or biases (diff, diff_b), not only a "
                                                 "LoRA",
@@ -54,7 +55,6 @@ FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(
             rank="lora_rank network_dim rank r transformer.r".split())
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
 MOST_WIDTH = 20_000 # no layer of Qwen-Image has more inputs or outputs; a product of two small matrices could
-LOHA_RANK = 64 # its work grows with the fourth power of it
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -126,20 +126,6 @@ def refuse_no_lora(file, tensors):
     raise lora_error(file, f"it holds no LoRA {words}")
 
 
-def warn_resized(file, configs, state):
-    """A line if another program has changed the ranks of a file of ours. The header then tells the old ones, and the
-    scale alpha / old rank is kept: who resizes a LoRA (sd-scripts, ComfyUI's nodes) keeps the product of its matrices,
-    and writes alpha tensors if it knows of another scale. (Stock diffusers cannot load such a file, and in ComfyUI,
-    which does not read the header, the scale is 1, as it is by the header of a finished run.)"""
-    for where, config in configs:
-        for layer in state if config.get("ours") else ():
-            rank, said = len(state[layer]), number_of_layer(config["rank_pattern"], layer, config.get("r"))
-            if said and said != rank:
-                scale = scale_of_layer(where, config, layer, rank)
-                return warn_once(f"warning: {file}: {layer} has rank {rank} now, and {said:g} by its header; the scale "
-                                 f"of the header is kept, {scale:g}; if that is too much or too little, --lora_scale")
-
-
 def as_number(text):
     """A flat header's text as a number; as it is, if it is none."""
     try:
@@ -186,7 +172,7 @@ def read_configs(file, header, tensors):
             config = {k.removeprefix("transformer."): v for k, v in meta.items()}
             if scaled and not ours:
                 warn_unknown(file, where, config)
-            configs.append((where, config | dict(ours=ours)))
+            configs.append((where, config))
     return configs
 
 
@@ -222,7 +208,7 @@ def scale_of(layer, parts, rank, configs):
         if rank:
             said["its alpha tensors"] = alpha / rank
         else: # LyCORIS: a LoKr of two whole matrices has no scale
-            narrow = [parts[name] for name in ("lokr_w2_b", "lokr_w1_b", "hada_w1_b") if name in parts]
+            narrow = [parts[name] for name in ("lokr_w2_b", "lokr_w1_b") if name in parts]
             said["its alpha tensors"] = alpha / len(narrow[0]) if narrow else 1.0
     values = list(said.values())
     # alpha tensors may be rounded to bf16 or fp8
@@ -232,55 +218,41 @@ def scale_of(layer, parts, rank, configs):
     return values[0] if values else 1.0
 
 
-# ---- LoKr and LoHa: other forms of a change of the weights -----------------------------------------------------------
-# A LoKr adds the Kronecker product of two small matrices to a weight, a LoHa the elementwise product of two LoRAs. Both
-# may have a high rank. The nearest LoRA of a rank is the first part of the singular value decomposition (Eckart and
-# Young 1936), which both allow without one of the whole matrix: that of a Kronecker product is the Kronecker product of
-# two small ones; a LoHa of rank r is a product of two matrices with r * r columns and rows.
+# ---- LoKr: another form of a change of the weights -------------------------------------------------------------------
+# A LoKr adds the Kronecker product of two small matrices to a weight, which may have a high rank. The nearest LoRA of a
+# rank is the first part of the singular value decomposition (Eckart and Young 1936): that of a Kronecker product is the
+# Kronecker product of two small ones.
 
 def decompose(factors, rank):
     """The matrices of a layer -> U (outputs, n), S (n,), V (n, inputs), where U diag(S) V is the nearest matrix of
     rank n <= `rank` to the change of its weight; and how far off it is, and how large the change is, both squared."""
     f = {name: tensor.double() for name, tensor in factors.items()}
     refuse_large(f)
-    if "hada_w1_a" in f:
-        a = torch.einsum("oi,oj->oij", f["hada_w1_a"], f["hada_w2_a"]).flatten(1)
-        b = torch.einsum("io,jo->ijo", f["hada_w1_b"], f["hada_w2_b"]).flatten(0, 1)
-        largest = slice(rank)
-        u, s, v = svd_of_product(a, b, largest)
-    else:
-        (u1, s1, v1), (u2, s2, v2) = [
-            torch.linalg.svd(f[w], full_matrices=False) if w in f else svd_of_product(f[f"{w}_a"], f[f"{w}_b"])
-            for w in ("lokr_w1", "lokr_w2")]
-        s = torch.kron(s1, s2) # not sorted
-        largest = s.topk(min(rank, len(s))).indices
-        of_1, of_2 = largest // len(s2), largest % len(s2)
-        u = torch.einsum("in,jn->ijn", u1[:, of_1], u2[:, of_2]).flatten(0, 1)
-        v = torch.einsum("ni,nj->nij", v1[of_1], v2[of_2]).flatten(1)
+    (u1, s1, v1), (u2, s2, v2) = [
+        torch.linalg.svd(f[w], full_matrices=False) if w in f else svd_of_product(f[f"{w}_a"], f[f"{w}_b"])
+        for w in ("lokr_w1", "lokr_w2")]
+    s = torch.kron(s1, s2) # not sorted
+    largest = s.topk(min(rank, len(s))).indices
+    of_1, of_2 = largest // len(s2), largest % len(s2)
+    u = torch.einsum("in,jn->ijn", u1[:, of_1], u2[:, of_2]).flatten(0, 1)
+    v = torch.einsum("ni,nj->nij", v1[of_1], v2[of_2]).flatten(1)
     size = s.square().sum().item()
     return u, s[largest], v, max(0, size - s[largest].square().sum().item()), size
 
 
-def svd_of_product(a, b, selected=slice(None)):
-    """-> U, S, V of a @ b, without that matrix, which two narrow ones can make as large as they like; of U and V those
-    columns and rows that are selected."""
+def svd_of_product(a, b):
+    """-> U, S, V of a @ b, without that matrix, which two narrow ones can make as large as they like."""
     (q_a, r_a), (q_b, r_b) = torch.linalg.qr(a), torch.linalg.qr(b.T)
     u, s, v = torch.linalg.svd(r_a @ r_b.T, full_matrices=False)
-    return q_a @ u[:, selected], s, v[selected] @ q_b.T
+    return q_a @ u, s, v @ q_b.T
 
 
 def refuse_large(f):
-    """ValueError for a change of more outputs or inputs than a layer has, or a LoHa whose product would take hours."""
-    if "hada_w1_a" in f:
-        outputs, inputs = len(f["hada_w1_a"]), f["hada_w1_b"].shape[1]
-        ranks = len(f["hada_w1_b"]), len(f["hada_w2_b"])
-        if math.prod(ranks) > LOHA_RANK**2:
-            raise ValueError(f"a LoHa of rank {max(ranks)}, and {LOHA_RANK} is the most")
-    else:
-        outputs, inputs = 1, 1
-        for w in ("lokr_w1", "lokr_w2"):
-            left, right = (f[w], f[w]) if w in f else (f[f"{w}_a"], f[f"{w}_b"])
-            outputs, inputs = outputs * len(left), inputs * right.shape[1]
+    """ValueError for a change of more outputs or inputs than a layer has."""
+    outputs, inputs = 1, 1
+    for w in ("lokr_w1", "lokr_w2"):
+        left, right = (f[w], f[w]) if w in f else (f[f"{w}_a"], f[f"{w}_b"])
+        outputs, inputs = outputs * len(left), inputs * right.shape[1]
     if max(outputs, inputs) > MOST_WIDTH:
         raise ValueError(f"{outputs:,} outputs and {inputs:,} inputs, and no layer has more than {MOST_WIDTH:,}")
 
@@ -297,9 +269,9 @@ def error_in_words(off):
     return mean, f"{mean:.2%} off, at worst {worst:.2%} ({layer})"
 
 
-def is_lokr_or_loha(header):
-    """Whether a file with this header is a LoKr or LoHa."""
-    return bool(re.search("lokr_|hada_", " ".join(header)))
+def is_lokr(header):
+    """Whether a file with this header is a LoKr."""
+    return "lokr_" in " ".join(header)
 
 
 # ---- to one form -----------------------------------------------------------------------------------------------------
@@ -307,8 +279,8 @@ def is_lokr_or_loha(header):
 def convert(file, header, tensors, rank):
     """A LoRA's file -> (state dict {transformer.LAYER.lora_A.weight: (r, inputs), ....lora_B.weight: (outputs, r)},
     metadata: transformer.lora_alpha, transformer.alpha_pattern, and our train. entries). header: as
-    tensor_files.read_header has it; tensors: {name: tensor}; rank: of what is made of a LoKr or LoHa. InputError says
-    what the file is instead."""
+    tensor_files.read_header has it; tensors: {name: tensor}; rank: of what is made of a LoKr. InputError says what the
+    file is instead."""
     tensors = dict(sorted(tensors.items())) # a file has any order
     notes = header.get("__metadata__") or {}
     said = read_configs(file, notes, tensors)
@@ -318,7 +290,7 @@ def convert(file, header, tensors, rank):
     for _, config in said:
         train |= {k: v for k, v in config.items() if k.startswith("train.")}
     state, alphas, off = {}, {}, {}
-    factored = is_lokr_or_loha(header)
+    factored = is_lokr(header)
     each = common.progress("decomposing", layers.items(), unit=" layers") if factored else layers.items()
     try:
         configs = [(where, check_config(where, config, len(layers))) for where, config in configs]
@@ -332,7 +304,6 @@ def convert(file, header, tensors, rank):
     if factored and common.rank() == 0:
         tell(f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
              f"{error_in_words(off)[1]}; a larger --rank of tools/convert_lora.py is nearer")
-    warn_resized(file, configs, {layer: state[f"transformer.{layer}.lora_A.weight"] for layer in layers})
     without = [layer for layer, parts in layers.items() if "alpha" not in parts]
     if without and len(without) < len(layers) and not configs:
         warn_once(f"warning: {file}: {len(without)} of its {len(layers)} layers have no alpha tensor, for instance "

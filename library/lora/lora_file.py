@@ -43,8 +43,8 @@ class Lora:
 
 
 def read_lora(path, rank=64, unchecked=False):
-    """What find_lora takes -> Lora. rank: of what is made of a LoKr or LoHa. unchecked: a file of ours may have another
-    digest than it says. InputError if it is no LoRA, damaged, or holds NaN."""
+    """What find_lora takes -> Lora. rank: of what is made of a LoKr. unchecked: a file of ours may have another digest
+    than it says. InputError if it is no LoRA, damaged, or holds NaN."""
     file = find_lora(path)
     try:
         data, header = read_bytes(file)
@@ -243,8 +243,9 @@ def unfold(lora):
 
 # ---- the model that a LoRA was trained on ----------------------------------------------------------------------------
 
-# A difference is no error, as mixing may be wanted: a LoRA of -2509 on a merged model, or on a copy in fewer bits.
-# Files of other programs say nothing, but for musubi-tuner's.
+# A difference is no error, as mixing may be wanted, such as a LoRA of -2509 on -2511. Files of other programs say
+# nothing, but for musubi-tuner's. (Weights are not compared: a merged model, or a copy in fewer bits, is of the same
+# kind.)
 
 PIPELINES = dict(QwenImageEditPipeline="v1", QwenImageEditPlusPipeline="Plus")
 # modelspec.architecture of musubi-tuner: the pipeline, and whether it is a 2511
@@ -265,20 +266,15 @@ def base_of(model, transformer, folder, transformer_folder, model_hash):
 
 
 def warn_other_base(loras, here):
-    """A line for each Lora that was trained on another base than is used here, as far as it tells. here: base_of's."""
+    """A line for each Lora that was trained on a base of another kind, as far as it tells. here: base_of's."""
     for lora in loras:
         trained = training_of(lora)
         # what is not told is taken to be the same
         kind = {name: trained.get(name, here[name]) for name in ("pipeline", "zero_cond_t")}
-        weights = trained.get("model_hash")
         if kind != {name: here[name] for name in kind}:
             warn_once(f"warning: {lora.path}: was trained on {name_of(trained | kind)}; here is {name_of(here)}, which "
                       "gets its pictures, or their noise level, in another way, so the LoRA may do less, or something "
                       "else")
-        elif weights and weights != here["model_hash"]:
-            warn_once(f"warning: {lora.path}: was trained on {name_of(trained | kind)}; here is {name_of(here)}, whose "
-                      "weights are others: a copy in fewer bits is fine, and a merged or trained one may want another "
-                      "strength")
 
 
 def training_of(lora):
@@ -288,8 +284,11 @@ def training_of(lora):
     architecture = ARCHITECTURES.get(notes.get("modelspec.architecture", "").removesuffix("/lora"))
     training = dict(zip(("pipeline", "zero_cond_t"), architecture or ()))
     kinds = dict(model=str, transformer=str, pipeline=str, zero_cond_t=bool, model_hash=str, run=str, date=str)
-    return training | {name: lora.meta[f"train.{name}"] for name, kind in kinds.items()
-                       if isinstance(lora.meta.get(f"train.{name}"), kind)}
+    for name, kind in kinds.items():
+        value = lora.meta.get(f"train.{name}")
+        if isinstance(value, kind):
+            training[name] = value
+    return training
 
 
 def name_of(base):

@@ -21,7 +21,7 @@ PATTERNS = "rank_pattern alpha_pattern".split() # {"LAYER": NUMBER, ...}, a laye
 PATTERN = re.compile(r"(?:[\w^$|()-]|\\[.d-]\+?|\[[0-9-]+\]\+?|\.\*?)*")
 MOST_MATCHED = 10**8 # letters of patterns x layers, which take a second. Ours for all layers have 3e7
 
-# Every field of peft 0.21's LoraConfig, LoHaConfig and LoKrConfig stands in one of these lists (a test fails at a new
+# Every field of peft 0.21's LoraConfig and LoKrConfig stands in one of these lists (a test fails at a new
 # one). A and B of a plain LoRA mean y = W x + scale B A x, with W as it was published. These fields tell the scale,
 SCALE = "r lora_alpha alpha use_rslora".split() + PATTERNS
 # these tell how it was trained, or do nothing in a linear layer, or what the tensors show as well,
@@ -32,7 +32,7 @@ TRAINING = ("task_type auto_mapping peft_version base_model_name_or_path revisio
             "rank_dropout_scale init_weights use_effective_conv2d decompose_both decompose_factor").split()
 # and by these the matrices mean something else, or are not all that was trained, but for a value here, or none. (pissa,
 # olora, corda, loftq and lora_ga have changed W before the first step)
-CHANGES = dict(peft_type="lora loha lokr", init_lora_weights="true gaussian orthogonal eva mica", bias="none",
+CHANGES = dict(peft_type="lora lokr", init_lora_weights="true gaussian orthogonal eva mica", bias="none",
                **dict.fromkeys("use_dora use_qalora alora_invocation_tokens lora_bias modules_to_save "
                                "trainable_token_indices layer_replication use_bdlora arrow_config kasa_config".split(),
                                ""))
@@ -109,14 +109,14 @@ def number_of_layer(patterns, layer, default):
 
 def check_config(where, config, layers):
     """A config that says alpha, its patterns read, and use_rslora as true or false. rank_pattern is None if it cannot
-    be read, as the tensors tell the ranks (of a file of ours see foreign_loras.warn_resized). ValueError says what is
-    wrong, or that it would take long to look up so many layers in the patterns."""
+    be read, as the tensors tell the ranks. ValueError says what is wrong, or that it would take long to look up so many
+    layers in the patterns."""
     patterns = dict(rank_pattern=None)
     for name in PATTERNS:
         try:
             patterns[name] = read_patterns(config.get(name), f"{name} of {where}")
         except ValueError:
-            if name == "alpha_pattern" or config.get("ours"):
+            if name == "alpha_pattern":
                 raise
     letters = 0
     for regex, _ in (patterns["rank_pattern"] or []) + patterns["alpha_pattern"]:
@@ -138,10 +138,10 @@ def scale_of_layer(where, config, layer, rank):
     said = rank
     if config["rank_pattern"] is not None:
         said = number_of_layer(config["rank_pattern"], layer, config.get("r", rank))
-    elif not rank: # of a LoKr or LoHa, whose tensors do not always tell it
+    elif not rank: # of a LoKr, whose tensors do not always tell it
         raise ValueError(f"rank_pattern of {where} is more than names, and tells no rank of {layer}")
     said = number_of_file(said, "r")
-    if rank and said != rank and not config.get("ours"): # see foreign_loras.warn_resized
+    if rank and said != rank: # another program has resized it, and may have kept its scale or not
         raise ValueError(f"{where} says rank {said:g} for {layer}, and its tensors have {rank}")
     if said < 1:
         raise ValueError(f"{where} says rank {said:g} for {layer}")
@@ -155,36 +155,21 @@ def scale_of_layer(where, config, layer, rank):
 
 # olora, pissa, corda and loftq change W, and eva and lora_ga want calls that nobody makes here
 VALUES = dict(use_rslora=["true", "false"], init_lora_weights=["true", "false", '"gaussian"', '"orthogonal"'])
-INSTEAD = dict(r="give --lora_rank", lora_alpha="give --lora_alpha, for single layers alpha_pattern",
-               lora_dropout="give --lora_dropout", target_modules="give --lora_targets")
 
 
 def refuse_lora_args(fields):
     """Ends the script for an argument that a LoRA's file cannot hold, before anything slow. fields: {name: value}."""
     for field, value in fields.items():
-        if field in PATTERNS:
-            refuse_pattern(field, value)
-        elif field not in VALUES:
-            remedy = INSTEAD.get(field, f"leave it out; there are {', '.join([*PATTERNS, *VALUES])}")
-            flag_error(f"--lora_args {field}: a LoRA's file cannot hold it, or it does nothing here; {remedy}")
-        elif json.dumps(value) not in VALUES[field]:
-            flag_error(f"--lora_args {field}={value}: cannot be kept, or means nothing; give "
-                       f"{' or '.join(VALUES[field])}")
-
-
-def refuse_pattern(field, value):
-    """Likewise, for a pattern that could not be read back from the file."""
-    most = MOST_RANK if field == "rank_pattern" else MOST_ALPHA
-    try:
-        if value is None:
-            raise ValueError(f"{field} is null")
-        for _, number in read_patterns(value, field):
-            if not 0 < number <= most:
-                raise ValueError(f"{field} has {number:g}, which is not above 0 and up to {most:g}")
-            if field == "rank_pattern" and type(number) is not int:
-                raise ValueError(f"{field} has {number:g}, which is no whole number")
-    except ValueError as e:
-        flag_error(f"--lora_args: {e}; give layers by the ends of their names, such as {{\"attn.to_q\": 8}}")
+        if field not in PATTERNS and json.dumps(value) not in VALUES.get(field, []):
+            choices = ", ".join(f"{name}={' or '.join(values)}" for name, values in VALUES.items())
+            flag_error(f"--lora_args {field}={value}: a LoRA's file cannot hold it, or it means nothing here; give "
+                       f"{choices}, {' or '.join(PATTERNS)} (--lora_rank, --lora_alpha, --lora_dropout and "
+                       "--lora_targets are flags)")
+        try:
+            if field in PATTERNS:
+                read_patterns(value, field)
+        except ValueError as e:
+            flag_error(f"--lora_args: {e}; give layers by the ends of their names, such as {{\"attn.to_q\": 8}}")
 
 
 def refuse_unused_args(fields, lora):

@@ -1,7 +1,6 @@
 """
-What surrounds a run, and stands in no flag: variables of the environment, and what a sitecustomize.py has set before
-our first line. What would change numbers in silence is refused or put back; what changes the speed, or the last bits
-alone, stays as it is, and the log's first line says it.
+What surrounds a run, and stands in no flag: variables of the environment. What would change numbers in silence is
+refused or removed; what changes the speed, or the last bits alone, stays as it is, and the log's first line says it.
 """
 import logging
 import os
@@ -10,8 +9,6 @@ import re
 import sys
 from glob import glob
 from pathlib import Path
-
-from PIL import ImageFile
 
 from common import InputError, flag_error
 
@@ -63,9 +60,9 @@ def wants_card(args):
     return re.fullmatch(r"[^/.][^/]*/[^/]+", args.model) is not None # else a slip of the pen
 
 
-def refuse_devices(args, near=""):
+def refuse_devices(args):
     """Ends the script if its flags ask for a device that this machine lacks, or on which nobody has compared the
-    numbers. near: a published model that --model may mean. It needs no torch, which takes ten seconds."""
+    numbers. It needs no torch, which takes ten seconds."""
     for name, device in vars(args).items():
         if not name.endswith("device") or not device:
             continue
@@ -76,24 +73,18 @@ def refuse_devices(args, near=""):
             flag_error(f"--{name}: {device!r} cannot be used, as this machine has no card of NVIDIA; take one that "
                        "has, or give cpu, for a rehearsal")
     if no_card() and wants_card(args):
-        also = f". and {args.model} may be no model: {near}" if near else ""
-        who = "no Mac has" if platform.system() == "Darwin" else "this machine (or its container) lacks"
+        who = "this machine (or its container) lacks"
+        if platform.system() == "Darwin":
+            who = "no Mac has"
         raise InputError(f"--device: the real model needs a card with CUDA, which {who}; take a machine with one, or "
-                         f"give --device cpu, which takes hours a step{also}")
+                         "give --device cpu, which takes hours a step")
 
 
-def restore_defaults():
-    """Puts back what changes numbers -> a line for each variable that was set. Call it before torch is imported: only a
-    sitecustomize.py has done that earlier."""
+def remove_other_numbers():
+    """Removes variables that change numbers -> a line for each that was set. Call it before torch is imported."""
     lines = []
-    for name in filter(OTHER_NUMBERS.fullmatch, sorted(os.environ)):
-        lines.append(f"warning: {name}={os.environ.pop(name)}: not used, as it changes what is computed")
-    ImageFile.LOAD_TRUNCATED_IMAGES = False # or half a picture would be a whole one
-    if torch := sys.modules.get("torch"):
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
-        torch.set_float32_matmul_precision("highest")
-        torch.set_grad_enabled(True)
-        for device in ("cpu", "cuda"):
-            torch.set_autocast_enabled(device, False)
+    for name in sorted(os.environ):
+        if OTHER_NUMBERS.fullmatch(name):
+            value = os.environ.pop(name)
+            lines.append(f"warning: {name}={value}: not used, as it changes what is computed")
     return lines

@@ -3,7 +3,6 @@ How much memory of the host this job may take. The machine's own numbers are not
 service has a limit of its own, past which it is killed without a word.
 """
 import contextlib
-import os
 from pathlib import Path
 
 import psutil
@@ -36,27 +35,14 @@ def files_read(folder, prefix):
     return 0
 
 
-def slurm_limit():
-    """-> bytes that Slurm's --mem, --mem-per-cpu or --mem-per-gpu gives this job here, which it may enforce without a
-    control group; 0 without Slurm, or where it gives all."""
-    for memory, count in (("NODE", None), ("CPU", "SLURM_CPUS_ON_NODE"), ("GPU", "SLURM_GPUS_ON_NODE")):
-        with contextlib.suppress(KeyError, ValueError):
-            megabytes = int(os.environ[f"SLURM_MEM_PER_{memory}"])
-            return megabytes * 2**20 * int(os.environ[count] if count else 1)
-    return 0
-
-
 def host_memory():
-    """-> (bytes that are free for this process, bytes in all), by the machine, its control groups and Slurm."""
-    machine = psutil.virtual_memory()
+    """-> (bytes that are free for this process, bytes in all), by the machine and its control groups."""
+    machine = psutil.virtual_memory() # (of a container: its host's)
     found = [(machine.available, machine.total)]
     for folder in group_folders():
         for limit, usage, prefix in GROUP_FILES:
             with contextlib.suppress(OSError, ValueError): # there is no such group, or its limit is the word max
                 total, used = [int((folder / name).read_text("utf-8")) for name in (limit, usage)]
                 found.append((max(0, total - used + files_read(folder, prefix)), total))
-    if limit := slurm_limit():
-        own = psutil.Process().memory_info()
-        found.append((max(0, limit - own.rss + getattr(own, "shared", 0)), limit)) # (shared: mapped files, not copies)
     free, total = zip(*found)
     return min(free), min(total)

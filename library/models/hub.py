@@ -2,7 +2,7 @@
 import os
 from pathlib import Path
 
-from common import InputError, closest, first_words
+from common import InputError, first_words
 
 TINY_DATA = Path(__file__).parents[2] / "tiny/data"
 TINY_WIDTH = '"joint_attention_dim": 64,' # in the config.json of tiny's transformer; the real model has 3584
@@ -24,8 +24,7 @@ def from_hub(name, fetch):
     try:
         return Path(fetch())
     except Exception as e: # a dozen kinds: no such name, no network, no login, ...
-        remedy = offline_hint() + near_id(name)
-        raise InputError(f"{name}: not here, and the hub does not give it; {remedy}check the name and "
+        raise InputError(f"{name}: not here, and the hub does not give it; {offline_hint()}check the name and "
                          f"the network, or log in: hf auth login ({type(e).__name__}: {first_words(e)})")
 
 def is_tiny(model):
@@ -37,12 +36,6 @@ def is_tiny(model):
         return TINY_WIDTH in f.read(2**16) # a stranger's file may have a gigabyte
 
 MODELS = "tiny Qwen/Qwen-Image-Edit Qwen/Qwen-Image-Edit-2509 Qwen/Qwen-Image-Edit-2511".split()
-
-def near_id(name):
-    """-> what a line adds about a hub's id, the last word of `name`, that is like one of MODELS."""
-    model, at, revision = name.split()[-1].partition("@")
-    near = closest(model, dict(zip(MODELS, MODELS)), 0.8)
-    return f"give {near}{at}{revision}, " if near not in (None, model) else ""
 
 def offline_hint():
     """-> what a line adds about the hub if the environment forbids it."""

@@ -76,8 +76,7 @@ def plain_name(name):
 
 
 def check_config(part, config, content):
-    """ValueError or TypeError for a value of another type than the published models have, or one that is out of all
-    proportion to theirs."""
+    """ValueError or TypeError for a value that is out of all proportion to those of the published models."""
     if not isinstance(content, dict):
         raise TypeError("no JSON object")
     if not isinstance(content.get("_class_name", ""), str):
@@ -85,7 +84,7 @@ def check_config(part, config, content):
     if part == "." and content.get("tokenizer", TOKENIZERS)[1] not in TOKENIZERS:
         raise ValueError(f"its tokenizer is none of {', '.join(TOKENIZERS)}")
     without = content | dict(model_max_length=0) # (often 1e30; load_pipeline sets its own)
-    check_values(without, flat(CONFIGS.get(f"{part}/{config}", {})), "")
+    check_values(without, flat(CONFIGS.get(f"{part}/{config}", {})))
     if part == "scheduler":
         try_schedule(content)
     if part == "transformer":
@@ -111,39 +110,26 @@ def flat(config):
     return fields
 
 
-def check_values(value, wanted_of, name):
-    """Walks through what a config holds under this name; wanted_of: {field: value} of the published models."""
+def check_values(value, published, name=""):
+    """ValueError for a number out of all proportion, or a list of another length, in what a config holds under this
+    name. published: {field: value}. (A value of another type fails where a model is made of it.)"""
+    wanted = published.get(name)
     if isinstance(value, dict):
         for inner, one in value.items():
-            check_values(one, wanted_of, inner)
-        return
-    wanted = wanted_of.get(name)
-    if isinstance(wanted, list) and value is not None:
-        if not isinstance(value, list):
-            raise TypeError(f"{name} is {value!r:.99}, which is no list")
-        if wanted and len(value) != len(wanted):
+            check_values(one, published, inner)
+    elif isinstance(value, list):
+        if isinstance(wanted, list) and len(wanted) not in (0, len(value)):
             raise ValueError(f"{name} has {len(value)} entries, and {len(wanted)} in the published models")
-        wanted = max(wanted, default=None)
-    elif wanted is not None and isinstance(value, list):
-        raise TypeError(f"{name} is a list")
-    for one in value if isinstance(value, list) else [value]:
-        if isinstance(one, (dict, list)):
-            check_values(one, {}, name)
-        else:
-            check_value(one, wanted, name)
-
-
-def check_value(value, wanted, name):
-    """ValueError or TypeError if this value is not like `wanted`, the published models' (None: they have none)."""
-    is_number = type(value) in (int, float) # no bool
-    if wanted is None:
-        if is_number and not abs(value) <= MOST: # (NaN, too)
-            raise ValueError(f"{name} is {value!r:.99}")
-    elif value is not None:
-        kinds = (int, float) if type(wanted) is float else (type(wanted),)
-        if type(value) not in kinds:
-            raise TypeError(f"{name} is {value!r:.99}, and {wanted!r} in the published models")
-        if is_number and not 0 <= value <= TIMES * wanted or name in EXACT and value != wanted:
+        most = None
+        if isinstance(wanted, list):
+            most = max(wanted, default=None)
+        for one in value:
+            check_values(one, {name: most}, name)
+    elif type(value) in (int, float): # no bool
+        most = MOST
+        if type(wanted) in (int, float):
+            most = TIMES * wanted
+        if not -MOST <= value <= most or name in EXACT and value != wanted: # (NaN, too)
             raise ValueError(f"{name} is {value!r:.99}, and {wanted!r} in the published models")
 
 

@@ -14,7 +14,6 @@ second time.
 Formats of fewer bits are refused: to unpack them takes their makers' code (nvfp4, Nunchaku, ConvRot).
 """
 import functools
-import inspect
 import json
 import math
 import re
@@ -35,6 +34,8 @@ from rope_patch import blocks_of
 TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2="fp8 (e5m2)") # dtypes in a header
 REMEDY = "take its bf16 or fp8 file, and --quantize nf4 or int8 if memory is short"
 CLASS = "QwenImageTransformer2DModel"
+# fields that say what latents, prompts and places it is for, and whether it is a 2511; with their defaults in diffusers
+KIND = dict(in_channels=64, joint_attention_dim=3584, use_layer3d_rope=False, zero_cond_t=False)
 MARK_2511 = "__index_timestep_zero__" # ComfyUI's: controls are at timestep 0, which is zero_cond_t in diffusers' config
 SCALES = ("scale_weight", "weight_scale")
 NOT_USED = ("scale_input", "input_scale", "comfy_quant") # of activations; a note that refuse_format looks at
@@ -185,29 +186,24 @@ def check_fit(path, folder):
                        f"{fields.get('zero_cond_t', False)}", remedy)
     model = model_files.empty_model(QwenImageTransformer2DModel, folder / "transformer")
     wanted = {name: list(p.shape) for name, p in model.state_dict().items()}
-    blocks = {name.split(".")[1] for name in layout.keys if name.startswith("transformer_blocks.")}
-    if len(blocks) < len(blocks_of(model)) and not re.search(SHARD, Path(path).name):
-        raise error_of(path, f"lacks blocks: it has {len(blocks)}, and --model's {config} asks for "
-                       f"{len(blocks_of(model))}", "give the --model it was made from, or download it again")
-    if missing := sorted(wanted.keys() - layout.keys):
-        remedy = "download it again, or give the --model it was made from"
+    differ = sorted(name for name in wanted.keys() | layout.shapes.keys()
+                    if wanted.get(name) != layout.shapes.get(name))
+    if differ:
+        remedy = "give the --model it was made from, or download it again"
         if re.search(SHARD, Path(path).name):
             remedy = "it is one of several; give the diffusers folder of all"
-        raise error_of(path, f"lacks {len(missing)} of {len(wanted)} tensors, for instance {missing[0]}", remedy)
-    if foreign := sorted(layout.keys.keys() - wanted):
-        raise error_of(path, f"has {len(foreign)} tensors that --model's {config} does not know, for instance "
-                       f"{foreign[0]}", "give the --model it was made from")
-    for name, shape in wanted.items():
-        if layout.shapes[name] != shape:
-            raise error_of(path, f"{name} is {layout.shapes[name]}, and --model's {config} asks for {shape}",
-                           "give the --model it was made from")
+        name = differ[0]
+        found = layout.shapes.get(name, "missing")
+        asked = wanted.get(name, "missing")
+        raise error_of(path, f"{len(differ)} tensors are not as --model's {config} asks for them, for instance {name}: "
+                       f"{found} here, {asked} there", remedy)
 
 
 def check_folder(args, find_model):
     """InputError if --transformer's folder, or repository, says that it is no transformer of Qwen-Image-Edit, or one of
     another kind than --model's: the encoders' latents and prompts would not be what it was trained on. A transformer
-    that was merged or trained on is of the same kind, and so is one with fewer blocks, which is told. v1 and 2509 have
-    the same config.json: only a model_index.json tells them apart, and many folders have none. find_model: cache.py's.
+    that was merged or trained on is of the same kind, and so is one with fewer blocks. v1 and 2509 have the same
+    config.json: only a model_index.json tells them apart, and many folders have none. find_model: cache.py's.
     """
     name, parts = args.transformer, ["transformer"]
     folder = find_model(name, parts, False, "--transformer")
@@ -223,16 +219,11 @@ def check_folder(args, find_model):
     if config.get("_class_name", CLASS) != CLASS:
         raise error_of(name, f"its transformer is a {config['_class_name']}", "give a transformer of Qwen-Image-Edit")
     other = read_json(model / "transformer/config.json", "--model")
-    for field, parameter in inspect.signature(QwenImageTransformer2DModel).parameters.items():
-        a, b = [json.dumps(fields.get(field, parameter.default)) for fields in (config, other)] # tuples become lists
-        if not other or a == b:
-            continue
-        words = f"{field} {a} in its transformer/config.json, and {b} in that of --model {model}"
-        if field == "num_layers": # a pruned model, which works beside the encoders of the whole one
-            common.warn_once(f"warning: --transformer {name}: {words}")
-        else:
-            mark = " (the mark of a 2511)" if field == "zero_cond_t" else ""
-            raise error_of(name, f"{words}{mark}", remedy)
+    for field, default in KIND.items():
+        here, there = config.get(field, default), other.get(field, default)
+        if other and here != there:
+            raise error_of(name, f"{field} {here} in its transformer/config.json, and {there} in that of --model "
+                           f"{model}", remedy)
 
 
 def read_json(path, name):
