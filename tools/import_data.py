@@ -226,8 +226,8 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     if targets and not alone and not has_controls and is_readable:
         shown = {role: paths[0].name for (role, _, kind), paths in files.items() if kind == "picture"}
         forms = [cut_shared(stems_of(role, "picture", files))[1] for role in ("target", 0)]
-        raise InputError(f"{target}: no control has the name of one of these targets (target {shown['target']}, all "
-                         f"{forms[0]}; control {shown.get(0, 'none')}, all {forms[1]}; what differs must be the same "
+        raise InputError(f"{target}: no control has the name of one of these targets (target {shown['target']} of all "
+                         f"{forms[0]}, control {shown.get(0, 'none')} of all {forms[1]}: what differs must be the same "
                          f"on both sides); rename one side, or {ASK}, or give a table that names the pairs, or add "
                          "--alone if there are no controls")
     for name, own in [item for item in targets.items() if item[0] not in lacking]:
