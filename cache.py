@@ -154,7 +154,7 @@ def load_pipeline(folder, cache_dir=None):
         model_files.try_processor(pipe, prompt_length)
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); is the download complete?")
-    config = folder / "text_encoder/config.json" # (tools/doctor.py does without)
+    config = folder / "text_encoder/config.json" # (tools/measure.py does without)
     pad_id = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # a tokenizer without vocabulary gives another one
     if config.is_file() and json.loads(config.read_bytes()).get("image_token_id") != pad_id:
         raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")

@@ -709,11 +709,18 @@ def train(data, tmp_path, *flags):
 def train_and_measure(run, jobs, *flags):
     """It trains into `run`, edits the dataset `jobs` with its LoRA, and returns what tools/measure.py finds."""
     results, same = run.with_name(f"{run.name}-results"), ["--cache_dir", run.parent / "cache"]
-    for script, *more in (["train.py", "--out_dir", run, *same, *flags],
-                          ["predict.py", "--lora", run, "--jobs", jobs, "--out_dir", results, *same],
-                          ["tools/measure.py", results, jobs, "--json", results / "measured.json"]):
-        works(script, *more)
-    return json.loads((results / "measured.json").read_bytes())
+    works("train.py", "--out_dir", run, *same, *flags)
+    works("predict.py", "--lora", run, "--jobs", jobs, "--out_dir", results, *same)
+    return measured(works("tools/measure.py", results, jobs))
+
+def measured(result):
+    """-> {folder: {measure: value}} of the table that tools/measure.py has printed."""
+    title, *lines = [line for line in result.out.splitlines() if not line.startswith("Ranges: ")]
+    table = {}
+    for line in lines:
+        folder, *cells = line.rsplit(maxsplit=7)
+        table[folder] = {name: float(cell) for name, cell in zip(title.split(), cells) if cell != "-"}
+    return table
 
 def records_of(out_dir):
     """It returns the lines of a run's log, but for the first, which has the flags."""

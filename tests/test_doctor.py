@@ -16,8 +16,6 @@ import pytest
 from PIL import Image, ImageCms, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 
 from library.data import dataset, index_file, picture_files
-from library.results import contact_sheets
-import predict
 from tests.harness import (FULL, NATIVE, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture,
                            put_shape, run_script, save, show, within)
 from tests.icc_profiles import rgb_profile
@@ -30,9 +28,7 @@ SHAPES = [(96, 96), (160, 112), (128, 192), (256, 192), (300, 400)]
 
 def numbers_of(words):
     """-> pixels right, pixels down, zoom in percent, degrees clockwise, of a finding."""
-    turned = re.search(r"turned ([\d.]+) degrees (counter)?clockwise", words)
-    degrees = float(turned[1]) * (-1 if turned[2] else 1) if turned else 0
-    return *(float(n) for n in re.findall(r"[-+][\d.]+", words)), degrees
+    return [float(n) for n in re.findall(r"[-+][\d.]+", words)]
 
 def moved_pair(rng, kind, size, bad):
     """An edit of a larger scene, of which the two show windows that are shifted or zoomed: 1.5 pixels or more at the
@@ -112,40 +108,21 @@ def test_the_words_tell_which_way_and_which_colour():
 
 # ---- pairs of pairs --------------------------------------------------------------------------------------------------
 
-def synthetic_thumbnails(n):
-    """-> (samples, thumbnails), with means like those of photographs and every third pair copied somewhere, in part and
-    brighter or darker."""
-    rng = np.random.default_rng(n)
-    thumbnails = rng.normal(128, 38, (2, n, 1)) + rng.normal(0, 40, (2, n, 768))
-    samples = [SimpleNamespace(prompts=[f"do {i % 50}"], controls=["a.png"] * (i % 40 > 0)) for i in range(n)]
-    for i in range(0, n, 3):
-        twin = rng.integers(n)
-        thumbnails[1, twin] = thumbnails[1, i] + rng.uniform(-5, 5)
-        thumbnails[0, twin] = thumbnails[0, i if i % 2 else twin]
-        samples[twin].prompts = samples[i if i % 5 else twin].prompts
-    return samples, thumbnails.clip(0, 255).round().astype(np.uint8)
-
-def twins_one_by_one(samples, thumbnails):
-    """Each pair with each other one, as find_twins is defined."""
-    found, (targets, controls) = [], thumbnails.astype(np.float32)
-    for i, one in enumerate(samples):
-        target, control = [np.sqrt(((x[i:] - x[i]) ** 2).mean(-1)) for x in (targets, controls)]
-        for j in np.flatnonzero(control < doctor.TWIN)[1:]: # the first is the pair itself
-            other, same = samples[i + j], one.prompts == samples[i + j].prompts
-            kinds = [("duplicate", same and target[j] < doctor.TWIN),
-                     ("other caption", not same and target[j] < doctor.TWIN),
-                     ("other target", same and target[j] > doctor.OTHER and one.controls)]
-            if one.controls == other.controls:
-                found += [(kind, i, int(i + j)) for kind, true in kinds if true]
-    return found
-
-def test_twins_are_those_of_comparing_each_with_each():
-    """Which would take minutes for ten thousand pairs, and takes seconds."""
-    samples, thumbnails = synthetic_thumbnails(1000)
-    found = doctor.find_twins(samples, thumbnails)
-    assert sorted(found) == sorted(twins_one_by_one(samples, thumbnails)) and len(found) > 120
+def test_of_ten_thousand_pairs_all_that_are_there_twice_are_found_in_seconds():
+    """Through noise of a new encoding; to compare each with each would take minutes."""
+    rng, n = np.random.default_rng(0), 10_000
+    thumbnails = rng.normal(128, 38, (2, n, 1)) + rng.normal(0, 40, (2, n, 768)) # means as photographs have them
+    samples = [SimpleNamespace(prompts=[f"do {i % 50}"], controls=["a.png"]) for i in range(n)]
+    planted = []
+    for i, twin in enumerate(range(n - 1, n - 301, -1)):
+        thumbnails[1, twin] = thumbnails[1, i] + rng.uniform(-2, 2, 768)
+        if i % 3 < 2:
+            thumbnails[0, twin] = thumbnails[0, i]
+        if i % 3 != 1:
+            samples[twin].prompts = samples[i].prompts
+        planted.append((("duplicate", "other caption", "other target")[i % 3], i, twin))
     with within(20):
-        doctor.find_twins(*synthetic_thumbnails(10_000))
+        assert doctor.find_twins(samples, thumbnails.clip(0, 255).round().astype(np.uint8)) == planted
 
 # ---- datasets --------------------------------------------------------------------------------------------------------
 
@@ -164,13 +141,13 @@ def write_pair(data, name, control, target, caption="go", suffix="png"):
 def examine(data):
     """-> rows of report.json, {kind: [indices of samples]}, of a dataset at its own sizes."""
     args = SimpleNamespace(target_pixels=["native"], control_pixels="native", upscale=True)
-    _, rows, findings, problems = doctor.examine(dataset.read_dataset(data)[0], None, args)
+    _, rows, findings, problems = doctor.examine(dataset.read_dataset(data)[0], args)
     assert not problems
     return rows, {kind: [indices for _, indices in entries] for kind, entries in findings.items()}
 
 def test_twins_and_contradictions_are_found_and_nothing_else(tmp_path):
     """Copies are found through JPEG and other sizes; the same picture with another edit, or another second control, is
-    neither twice nor a contradiction. Sheets of an older report go."""
+    neither twice nor a contradiction."""
     rng, data, planted = np.random.default_rng(7), tmp_path / "data", set()
 
     for n in range(30):
@@ -187,15 +164,10 @@ def test_twins_and_contradictions_are_found_and_nothing_else(tmp_path):
         if kind == "other control":
             save(natural(rng, (64, 64)), data / f"control/b{n:02}_1.png")
         planted |= {(kind, f"a{n:02}", f"b{n:02}")} if n % 5 < 3 else set()
-    predict.save_png(paint_picture(), tmp_path / "out/sheet_moved_9.png")
-    (tmp_path / "out/report.json").write_text("[]", "utf-8") # an earlier report's
     result, rows = diagnose(data, out=tmp_path / "out")
     found = {(finding.split(": ")[0], name, finding.split()[-1])
-             for name, row in rows.items() for finding in row["findings"] if ": and " in finding}
-    assert found == planted and "duplicate, 6: a00 and b00; " in result.out
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    sheets = [f"sheet_{kind}_1.png" for kind in ("overview", "duplicate", "other_caption", "other_target")]
-    assert {"report.json", *sheets} <= written and "sheet_moved_9.png" not in written
+             for name, row in rows.items() for finding in row["findings"] if ": see " in finding}
+    assert found == planted and "duplicate, 6: a00: see b00; " in result.out
 
 def test_the_page_shows_the_pictures_of_each_finding(tmp_path):
     """In full, beside their captions, which stay texts; those of an earlier call are gone."""
@@ -212,8 +184,8 @@ def test_the_page_shows_the_pictures_of_each_finding(tmp_path):
     diagnose(tmp_path / "data", *NATIVE, out=out)
     read = Reader(out / "index.html")
     assert attack in read.texts["p"] and [tag for tag, _ in read.tags].count("script") == 1
-    assert read.texts["h2"] == ["Duplicate, 1", "Overview", "Numbers"]
-    assert read.texts["h3"] == ["one and two", "one", "two"]
+    assert read.texts["h2"] == ["Duplicate, 1", "Overview, 2"]
+    assert read.texts["h3"] == ["one: see two", "one", "two"]
     assert read.texts["p"].count(attack) == 3 # once in each card
     names = [p["data-name"] for p in read.pictures if p["src"].startswith("pictures/duplicate")]
     assert names == ["control", "target", "its control", "its target"]
@@ -227,26 +199,22 @@ def test_the_toy_dataset_has_only_the_findings_that_it_was_made_with(tmp_path):
     assert sum(bool(row["findings"]) and name not in keeps for name, row in rows.items()) <= 0.02 * len(rows)
 
 def test_the_table_counts_what_cache_py_will_encode(tmp_path, data):
-    """Sizes, controls and tokens are those of the index; prompts need --model; pictures without controls count too."""
+    """Sizes, controls and tokens are those of the index; pictures without controls count too."""
     add_item(data, "wide", [(160, 64), (64, 64), (96, 64)], caption="one\ntwo words")
-    Image.new("RGB", (96, 64), (12, 200, 77)).save(data / "control/wide_1.png")
     save(paint_picture((64, 96)), tmp_path / "faces/target/face.png")
     (tmp_path / "faces/target/face.txt").write_text("a face", "utf-8")
-    sizes = ["--target_pixels", "128*128", "native", "--control_pixels", "native"]
-    flags = [data, tmp_path / "faces", *sizes]
-    plain, _ = diagnose(*flags, out=tmp_path / "plain")
-    result, rows = diagnose(*flags, "--model", "tiny", out=tmp_path / "out")
-    assert "text tokens" in result.out and "text tokens" not in plain.out and "4 samples with 5 prompts" in plain.out
-    assert re.search(r"\ncontrols +0 +1 +2\n", plain.out) and re.search(r"\ntarget width +64 +64 +160\n", plain.out)
+    flags = [data, tmp_path / "faces", "--target_pixels", "128*128", "native", "--control_pixels", "native"]
+    result, rows = diagnose(*flags, out=tmp_path / "out")
+    assert "4 samples with 5 prompts" in result.out
+    assert re.search(r"\ncontrols +0 +1 +2\n", result.out) and re.search(r"\ntarget width +64 +64 +160\n", result.out)
+    names = [p["data-name"] for p in Reader(tmp_path / "out/index.html").pictures if "overview-2" in p["src"]]
+    assert names == ["control", "control 2", "target"], names
     assert run_script("cache.py", "--data", *flags, "--val_data", "--cache_dir", tmp_path / "c").status == 0
     samples = index_file.read_index(tmp_path / "c/tiny-data+faces.json")[0]
     assert len(rows) == len(samples) == 4
-    sheet = np.asarray(Image.open(tmp_path / "out/sheet_overview_1.png"))
-    assert (sheet == (12, 200, 77)).all(-1).sum() > 500 # further controls are drawn too
     for s in samples:
         row = rows[f"{s.root}/{s.name}"]
         assert row["image_tokens"] == [sum(h * w for _, h, w in r["img_shapes"]) for r in s.encodings]
-        assert row["text_tokens"] == [s.texts[prompt, True]["tokens"] for prompt in s.prompts]
         assert row["sizes"] == [list(size) for size in s.sizes]
 
 def test_pictures_that_training_would_enlarge_are_found(tmp_path):
@@ -258,14 +226,11 @@ def test_pictures_that_training_would_enlarge_are_found(tmp_path):
     result, rows = diagnose(tmp_path / "data", *area, out=tmp_path / "out")
     enlarged = {name: [f for f in row["findings"] if "enlarged" in f] for name, row in rows.items()}
     assert enlarged == dict(big=[], coffee=["enlarged: 192x128 -> 288x192"],
-                            small_control=["enlarged: control 96x64 -> 288x192"])
+                            small_control=["enlarged: 96x64 -> 288x192"])
     assert "\nenlarged, 2: coffee: 192x128 -> 288x192; small_control: " in result.out
-    line, = [line for line in result.out.splitlines() if line.startswith("enlarged")]
-    assert "--no-upscale" in line and (tmp_path / "out/sheet_enlarged_1.png").exists()
+    assert result.out.splitlines()[-1].endswith("--no-upscale")
     plain, _ = diagnose(tmp_path / "data", *area, "--no-upscale", out=tmp_path / "out")
     assert "enlarged" not in plain.out and re.search(r"image tokens +(\d+)", plain.out)[1] == "192"
-    whole, _ = diagnose(tmp_path / "data", out=tmp_path / "out")
-    assert "enlarged, 3: big: 272x192 -> 1216x864; coffee: 192x128 -> 1248x832" in whole.out
 
 def test_the_last_line_is_the_training_that_comes_next(tmp_path):
     """At the sizes that were judged, without enlarging; held-out pairs apart, with the copy that was aligned; errors
@@ -280,8 +245,6 @@ def test_the_last_line_is_the_training_that_comes_next(tmp_path):
     want = f"{start} {data} --val_data {tmp_path / 'photos_val'} --no-upscale"
     assert result.out.splitlines()[-2:] == ["next:", f"  {want}"]
     assert want in (tmp_path / "out/index.html").read_text("utf-8")
-    enlarged, = [line for line in result.out.splitlines() if line.startswith("enlarged")]
-    assert enlarged.endswith("; --no-upscale leaves them at their sizes")
     (data / "target/b.txt").write_text(" ", "utf-8")
     result, _ = diagnose(data, *sizes.split(), "--mask", "auto", "--align", tmp_path / "aligned", out=tmp_path / "out",
                          status=1)
@@ -299,15 +262,6 @@ def test_pairs_are_reported_in_their_order(tmp_path):
     assert list(rows) == [f"{n:02}" for n in range(12) if n not in (1, 7)]
     assert [error.split(".png")[0][-2:] for error in result.errors] == ["01", "07"]
 
-def test_sheets_write_any_name():
-    """A letter that the font lacks is drawn as its number, not as a box; of such a prompt the name stands there."""
-    drawn = lambda text: np.asarray(contact_sheets.contact_sheet([[text]], [""]))
-    assert np.array_equal(drawn("\u732b: moved"), drawn("\\u732b: moved"))
-    assert np.array_equal(drawn("half\udcff"), drawn("half\\xff")) # a byte that is no UTF-8
-    assert (drawn("plain") < 128).any() and not np.array_equal(drawn("plain"), drawn("\\u0070lain"))
-    assert contact_sheets.shown_prompt("\u83ca\u82b1", "flower") == "flower"
-    assert contact_sheets.shown_prompt("a cat", "flower") == "a cat"
-
 def test_every_error_is_listed_and_the_others_are_examined(tmp_path, data):
     """A missing control, a mask of another shape, broken pictures (also of further controls and masks)."""
     (add_item(data, "e") / "control/e.png").unlink()
@@ -320,7 +274,7 @@ def test_every_error_is_listed_and_the_others_are_examined(tmp_path, data):
     assert len(result.errors) == 5 and all(map(is_one_line, result.errors)) and rows.keys() == {"good", "cat"}
     for named in ("target/a.png", "control/b_1.png", "mask/c.png", "mask/d.png", "control/e.png"):
         assert sum(named in error for error in result.errors) == 1, named
-    assert "target width" in result.out and result.out == diagnose(data, "--skip_bad", out=tmp_path / "out")[0].out
+    assert "target width" in result.out
 
 def test_masks_by_hand_are_read_as_the_training_reads_them_and_shown(tmp_path):
     """One that could mean two things is an error, one that selects nothing or everything a finding."""
@@ -334,18 +288,11 @@ def test_masks_by_hand_are_read_as_the_training_reads_them_and_shown(tmp_path):
     result, rows = diagnose(data, *NATIVE, "--mask", "auto", out=tmp_path / "out", status=1)
     assert len(result.errors) == 1 and is_one_line(result.errors[0], "mask/photo.png", "white on black"), result.err
     found = {name: [line for line in row["findings"] if "mask" in line] for name, row in rows.items()}
-    assert found == dict(strokes=[], none=[], black=["empty mask: selects nothing"],
-                         white=["empty mask: selects everything"])
-    read = Reader(tmp_path / "out/index.html")
-    assert [title for title in read.texts["h2"] if "ask" in title] == ["Empty mask, 2", "Mask by hand", "Mask"]
-    shown = [p["src"] for p in read.pictures if p["data-name"] == "target"]
-    assert len([src for src in shown if "/mask_by_hand-" in src]) == 3
-    assert len([src for src in shown if "/mask-" in src]) == 3 # of all but the strokes
-    n = ["black", "strokes", "white"].index("strokes")
-    got = np.asarray(Image.open(tmp_path / f"out/pictures/mask_by_hand-{n}-2.jpg"), float)
+    empty = ["empty mask: selects nothing, or everything"]
+    assert found == dict(strokes=[], none=[], black=empty, white=empty)
+    got = np.asarray(Image.open(tmp_path / "out/pictures/overview-2-2.jpg"), float)
     target = np.asarray(picture_files.read_image(data / "target/strokes.png"), float)
     assert abs(got[4:28] - target[4:28]).mean() < 4 and abs(got[36:] - target[36:] // 4).mean() < 4
-    assert (tmp_path / "out/sheet_mask_by_hand_1.png").exists()
 
 # ---- pairs that are unlike the others --------------------------------------------------------------------------------
 
@@ -448,13 +395,13 @@ def test_the_doctor_says_what_it_found_and_its_page_begins_with_a_verdict(tmp_pa
     found = {name: [line.split(": ")[0] for line in row["findings"]] for name, row in rows.items() if row["findings"]}
     assert found == {"04": ["other picture"], "05": ["other picture"], "09": ["mirrored"], "12": ["swapped"]}, found
     assert rows["04"]["findings"] == ["other picture: shows the control of 05"]
-    assert "4 of 16 pairs have a finding: look below." in result.out
+    assert "\n4 of 16 have a finding.\n" in result.out
     read = Reader(tmp_path / "out/index.html")
-    assert read.texts["p"][0] == "4 of 16 pairs have a finding: look below."
+    assert read.texts["p"][0] == "4 of 16 have a finding."
     assert read.texts["h2"][:3] == ["Other picture, 2", "Mirrored, 1", "Swapped, 1"]
     for kind in ("other picture", "mirrored", "swapped"):
         assert doctor.KINDS[kind] in read.texts["p"], kind # what it means, and what to do
-    assert doctor.KINDS["moved"] not in read.texts["p"] and doctor.NUMBERS in read.texts["p"]
+    assert doctor.KINDS["moved"] not in read.texts["p"]
 
 def test_a_pair_of_different_pictures_is_not_said_to_have_moved_too(tmp_path, monkeypatch):
     """Between two scenes that says nothing, and --align would try to repair it."""
@@ -480,14 +427,11 @@ def test_where_most_pairs_are_recoloured_it_is_perhaps_the_edit(tmp_path):
         write_pair(tmp_path / "data", i, image, target)
     result, rows = diagnose(tmp_path / "data", *NATIVE, out=tmp_path / "out")
     assert sum("recoloured" in str(row["findings"]) for row in rows.values()) >= 5, rows
-    verdict = (f"7 of 8 pairs are recoloured. {doctor.PERHAPS} "
-               "1 of 8 pairs has another finding: look below.") # the identical one
+    verdict = f"7 pairs are recoloured. {doctor.PERHAPS} 1 of 8 have another finding." # the identical one
     read = Reader(tmp_path / "out/index.html")
     assert verdict in result.out and read.texts["p"][0] == verdict
-    # it comes behind the others, folded; all are linked to from the top
-    headings = [title for title in read.texts["h2"] if ", " in title]
-    assert headings[0].startswith("Identical") and headings[-1].startswith("Recoloured") and read.texts["details"]
-    assert read.texts["a"] == [*headings[:-1], "Overview", headings[-1]]
+    headings = read.texts["h2"] # it comes behind the others; all are linked to from the top
+    assert headings == read.texts["a"] == ["Identical, 1", "Recoloured, 7", "Overview, 8"]
     assert read.texts["h1"] == ["Before training: data"]
 
 # ---- what programs do to one side of a pair --------------------------------------------------------------------------
@@ -542,35 +486,6 @@ def clear(*edges):
 def blurred(image, radius=0.8):
     return image.filter(ImageFilter.GaussianBlur(radius))
 
-P3 = rgb_profile("P3")
-LOST, KEPT = wide(png, icc_profile=None), wide(jpeg, icc_profile=P3)
-SHARPENED = through(lambda image: image.filter(ImageFilter.UnsharpMask(2, 120, 2)))
-ONE_SIDE = { # {title: (how the control is written, how the target is, what must be found)}
-    "plain": (jpeg, png, None), "JPEG of two qualities": (jpeg, functools.partial(jpeg, quality=75), None),
-    "both wide": (KEPT, KEPT, None), "target converted to sRGB": (KEPT, png, None), "control too": (png, KEPT, None),
-    "target lost its profile": (KEPT, LOST, "lost profile"), "control lost it": (LOST, KEPT, "lost profile"),
-    "target blurred": (jpeg, through(blurred), "softer"), "control blurred": (through(blurred, jpeg), png, "sharper"),
-    "target sharpened": (jpeg, SHARPENED, "sharper"), "control sharpened": (SHARPENED, png, "softer"),
-    "target a poor WebP": (png, through(poor_webp), "softer"),
-    "control a poor WebP": (through(poor_webp), png, "sharper"),
-    "clear columns": (png, clear(("left", 7)), "clear edge"),
-    "clear edges of the control": (clear(("top", 3), ("right", 5)), png, "clear edge"),
-    "clear on both sides": (clear(("left", 7)), clear(("left", 7)), None),
-    "cut out": (png, clear(("left", 90), ("right", 90), ("top", 90)), None)}
-
-@pytest.mark.parametrize("title", ONE_SIDE)
-def test_what_a_program_does_to_one_side_is_found(tmp_path, title):
-    """In 95 % of twelve pairs, whose targets have a new object, and nothing else: photographs and drawings."""
-    write_control, write_target, planted = ONE_SIDE[title]
-    found = []
-    for n, scene in enumerate(scenes()):
-        files = write_target(with_something(scene), tmp_path / f"t{n}"), write_control(scene, tmp_path / f"c{n}")
-        found.append(set(doctor.examine_pictures(list(map(str, files)))[0]) - {"moved", "recoloured"})
-    wanted = {planted} - {None}
-    missed, others = [not wanted <= kinds for kinds in found], [kinds - wanted for kinds in found]
-    show(f"{title}, missed of {len(found)}", sum(missed), 0.05 * len(found))
-    assert sum(missed) <= 0.05 * len(found) and not any(others), found
-
 def snowed(image):
     flakes = np.random.default_rng(1).random(image.size[::-1])[..., None] > 0.97
     return Image.fromarray(np.where(flakes, 245, np.asarray(image) * 0.75 + 60).astype(np.uint8))
@@ -586,17 +501,39 @@ def with_grain(image):
 
 STRONG_EDITS = dict(
     snow=snowed, background=redrawn_behind, grain=with_grain, gray=ImageOps.grayscale, negative=ImageOps.invert,
-    style=lambda image: painted(image), contrast=lambda image: ImageEnhance.Contrast(image).enhance(1.25),
+    style=painted, contrast=lambda image: ImageEnhance.Contrast(image).enhance(1.25),
     colours=lambda image: ImageEnhance.Color(image).enhance(1.6), night=lambda image: image.point(lambda x: x * 2 // 5))
 
-@pytest.mark.parametrize("name", STRONG_EDITS)
-def test_a_strong_edit_is_no_fault_of_a_program(tmp_path, name):
-    """Not even if the control is wide, as a phone's is."""
-    for n, scene in enumerate(scenes(6)):
-        for write_control in (jpeg, KEPT):
-            target = jpeg(STRONG_EDITS[name](scene).convert("RGB"), tmp_path / "t")
-            found = doctor.examine_pictures([str(target), str(write_control(scene, tmp_path / "c"))])[0].keys()
-            assert not found & {"softer", "sharper", "lost profile", "clear edge"}, (n, found)
+P3 = rgb_profile("P3")
+LOST, KEPT = wide(png, icc_profile=None), wide(jpeg, icc_profile=P3)
+SHARPENED = through(lambda image: image.filter(ImageFilter.UnsharpMask(2, 120, 2)))
+ONE_SIDE = { # {title: (how the control is written, how the target is, what must be found)}
+    "plain": (jpeg, png, None), "JPEG of two qualities": (jpeg, functools.partial(jpeg, quality=75), None),
+    "both wide": (KEPT, KEPT, None), "target converted to sRGB": (KEPT, png, None), "control too": (png, KEPT, None),
+    "target lost its profile": (KEPT, LOST, "lost profile"), "control lost it": (LOST, KEPT, "lost profile"),
+    "target blurred": (jpeg, through(blurred), "softer"), "control blurred": (through(blurred, jpeg), png, "sharper"),
+    "target sharpened": (jpeg, SHARPENED, "sharper"), "control sharpened": (SHARPENED, png, "softer"),
+    "target a poor WebP": (png, through(poor_webp), "softer"),
+    "control a poor WebP": (through(poor_webp), png, "sharper"),
+    "clear columns": (png, clear(("left", 7)), "clear edge"),
+    "clear edges of the control": (clear(("top", 3), ("right", 5)), png, "clear edge"),
+    "clear on both sides": (clear(("left", 7)), clear(("left", 7)), None),
+    "cut out": (png, clear(("left", 90), ("right", 90), ("top", 90)), None),
+    # no fault of a program, not even if the control is wide, as a phone's is
+    **{name: (KEPT, through(edit, jpeg), None) for name, edit in STRONG_EDITS.items()}}
+
+@pytest.mark.parametrize("title", ONE_SIDE)
+def test_what_a_program_does_to_one_side_is_found(tmp_path, title):
+    """In 95 % of twelve pairs, whose targets have a new object, and nothing else: photographs and drawings."""
+    write_control, write_target, planted = ONE_SIDE[title]
+    found = []
+    for n, scene in enumerate(scenes()):
+        files = write_target(with_something(scene), tmp_path / f"t{n}"), write_control(scene, tmp_path / f"c{n}")
+        found.append(set(doctor.examine_pictures(list(map(str, files)))[0]) - {"moved", "recoloured"})
+    wanted = {planted} - {None}
+    missed, others = [not wanted <= kinds for kinds in found], [kinds - wanted for kinds in found]
+    show(f"{title}, missed of {len(found)}", sum(missed), 0.05 * len(found))
+    assert sum(missed) <= 0.05 * len(found) and not any(others), found
 
 @pytest.mark.parametrize("lying", [range(12), [4], [0, 3, 7, 9]], ids=["all", "one", "some"])
 def test_pairs_turned_by_90_degrees_are_found_squares_too(lying):
@@ -624,5 +561,5 @@ def test_where_all_pairs_are_softer_it_is_perhaps_the_edit(tmp_path):
     for n, scene in enumerate(scenes(6)):
         write_pair(tmp_path / "data", n, scene, blurred(with_something(scene), 1))
     result, _ = diagnose(tmp_path / "data", *NATIVE, out=tmp_path / "out")
-    assert f"6 of 6 pairs are softer. {doctor.PERHAPS} None of 6 pairs have another finding." in result.out
+    assert f"6 pairs are softer. {doctor.PERHAPS} 0 of 6 have another finding." in result.out
     assert doctor.KINDS["softer"] in Reader(tmp_path / "out/index.html").texts["p"]

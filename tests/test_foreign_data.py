@@ -62,7 +62,7 @@ def test_a_folders_link_that_leads_out_is_one_line_and_its_content_is_not_read(d
         samples, problems = samples_of(plus, data)
         assert list(samples) == ["good"] and is_one_line(*problems, data / file, "leads out", "cp -rL")
     written = tmp_path / "written"
-    run_script("tools/doctor.py", data, "--skip_bad", "--out", written / "doctor", "--align", written / "aligned")
+    run_script("tools/doctor.py", data, "--out", written / "doctor", "--align", written / "aligned")
     result = run_script("tools/import_data.py", data, written / "copy", "--skip_bad")
     assert [error for error in result.errors if "leads out" in error]
     for path in filter(Path.is_file, written.rglob("*")):

@@ -251,7 +251,6 @@ ALLOWED = {
         "FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / 'scheduler')": FILES,
         "getattr(args.dtype)": FLAG, "locate(args.optimizer)": "--optimizer, as in train.py",
         "torch.load(io.BytesIO(tensors['optimizer'].numpy()))": "weights_only: plain values and tensors"}},
-    "tools/measure.py": {"ends_of": {"re.fullmatch(f'(?s)(.+)({end})')": OWN}},
 }
 
 def test_every_place_where_a_text_becomes_code_or_a_name_is_known():

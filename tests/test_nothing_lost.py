@@ -6,7 +6,6 @@ $ python -m pytest -q tests/test_nothing_lost.py
 """
 import argparse
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -124,7 +123,7 @@ CASES = { # script and flag: (command line, with {} for a folder of the user's; 
                                     ("{lora} --to model --out {}", "x"), ("{lora} --to model --out {}/link", "link")],
     "tools/import_data.py out": [("{made}/data {}", "x"), ("{made}/data {}/link", "link")],
     "tools/doctor.py --out": [("{made}/data --out {}", file) for file in (
-        "index.html", "report.json", "sheet_overview_1.png", "pictures/overview-0-0.jpg", "pictures/notes.txt")],
+        "index.html", "report.json", "pictures/overview-0-0.jpg", "pictures/notes.txt")],
     "tools/doctor.py --align": [("{made}/data --out {}/o --align {}", "x"),
                                 ("{made}/data --out {}/o --align {}/link", "link")],
     "tools/lean_train.py --cache_dir": [("--data {made}/data --max_steps 1 --out_dir {}/new --cache_dir {}",
@@ -132,8 +131,6 @@ CASES = { # script and flag: (command line, with {} for a folder of the user's; 
     "tools/lean_train.py --out_dir": [
         ("--data {made}/data --cache_dir {made}/c --max_steps 1 --out_dir {} " + more, file)
         for more, file in (("", "notes.txt"), ("--resume", "log.jsonl"), ("--resume", "state.safetensors"))],
-    "tools/measure.py --json": [("{made}/data/target {made}/data --model none --json {}/" + file, file)
-                                for file in ("x.json", "link")],
     "tools/gpu_check.py --out": [("--device cpu --stages claims --minutes 0 --out {}/x.json", "x.json")],
     "tools/prune.py cache_dir": [("{} --delete", "latents/mine.safetensors text/0.safetensors")],
     "tiny/make_data.py --out": [("--out {}", "val/x.png")],
@@ -203,14 +200,11 @@ def test_a_picture_with_a_large_colour_profile_is_ours_all_the_same(tmp_path):
     assert is_whole(tmp_path / "x.png", "key")
 
 def test_reports_of_ours_are_written_again(made, tmp_path):
-    """Pages, reports, measurements: the rule must not forbid the second call."""
+    """Pages and reports: the rule must not forbid the second call."""
     for _ in range(2):
         for script, *flags in (["tools/page.py", made.folder / "run", "--out", tmp_path / "x.html"],
-                               ["tools/doctor.py", made.folder / "data", "--out", tmp_path / "doctor"],
-                               ["tools/measure.py", made.folder / "data/target", made.folder / "data", "--model",
-                                "none", "--json", tmp_path / "x.json"]):
+                               ["tools/doctor.py", made.folder / "data", "--out", tmp_path / "doctor"]):
             works(script, *flags)
-    assert json.loads((tmp_path / "x.json").read_bytes())
     result = run_script("tools/page.py", made.folder / "run", "--out", tmp_path / "new.jpg") # a page has another suffix
     assert result.status == 1 and is_one_line(result.errors[0], "new.jpg", ".html"), result.err
     assert not (tmp_path / "new.jpg").exists()

@@ -98,7 +98,7 @@ def test_jobs_of_strange_names_and_outs(tmp_path, out):
     assert len(list((tmp_path / NAME).glob("*.png") if good else result.errors)) == 1
 
 def test_the_doctor_and_its_page(tmp_path, strange):
-    """Findings, errors, sheets."""
+    """Findings and errors."""
     (strange / f"target/9{NAME}.gif").write_bytes(b"x")
     try:
         run_shown("tools/doctor.py", strange, "--out", tmp_path / NAME, status=1)

@@ -314,7 +314,7 @@ def test_a_picture_with_any_bit_flipped_any_part_cut_or_zeroed_is_not_finished(t
     assert not is_whole(path, "key")
 
 def test_a_sheet_is_made_though_a_picture_of_it_cannot_be_read(tmp_path):
-    """An older picture, or a photograph that is gone: its cell says so."""
+    """An older picture, or a photograph that is gone: its cell stays empty."""
     good = save(paint_picture(), tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(good.read_bytes()[:100])
     pictures = []

@@ -63,7 +63,7 @@ def test_own_sizes_are_better_at_every_aspect(tmp_path):
             rows = [found["aspects/{}x{}".format(*size)] for size in ASPECTS]
             table[way, seed] = [row["result"] for row in rows]
             means = {key: np.mean([row[key] for row in rows])
-                     for key in ("result", "vae", "kept", "shift", "zoom", "colour")}
+                     for key in ("result", "VAE", "shift", "zoom", "colour")}
             print(f"\n{way}, seed {seed}: PSNR " + " ".join(f"{x:.1f}" for x in table[way, seed])
                   + "; means: " + ", ".join(f"{key} {x:.2f}" for key, x in means.items()))
     for seed in range(3):

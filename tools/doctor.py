@@ -1,6 +1,7 @@
 """
 What is wrong with a dataset, before you spend a training on it? Reads datasets as cache.py does, lists every error,
-prints a table of sizes and lengths, and looks for pairs that teach the wrong thing:
+prints a table of sizes (image tokens, of 16x16 pixels each, cost memory and time), and looks for pairs that teach the
+wrong thing:
 
     other picture   target and control show different scenes, unlike the other pairs: two lists that are off by one
     mirrored        the target shows the control mirrored, or upside down
@@ -14,8 +15,7 @@ prints a table of sizes and lengths, and looks for pairs that teach the wrong th
     sharper         ... or more
     clear edge      rows or columns at an edge of one of the two are transparent, and are trained as white
     other shape     target and control have different aspects, or one has more than twice the other's side
-    enlarged        training would enlarge the picture to 1.1 times its sides or more, which teaches blur: train with
-                    the flags that the finding names
+    enlarged        training would enlarge the picture to 1.1 times its sides or more, which teaches blur
     empty mask      a mask by hand that selects nothing or everything
     duplicate       the same pair and prompt twice
     other caption   the same pair with another prompt
@@ -23,20 +23,20 @@ prints a table of sizes and lengths, and looks for pairs that teach the wrong th
     same control    a further control is one of the others again
 
 The edit itself raises no alarm, but for a tone, which recolours. Errors make the exit status 1; findings do not: they
-are a reason to look. The last line is the command that comes next. Writes to OUT report.json (a line for each sample),
-index.html (a verdict, the pictures of each finding, and masks by hand, for a browser; click one to compare it with
-another at full size) and sheet_*.png (the same as contact sheets). It needs no model.
+are a reason to look. The last line is the command that comes next. Writes to OUT report.json (a line for each sample)
+and index.html, for a browser: a verdict, pictures of the first 24 pairs of each finding, and of 24 samples all over the
+dataset (where there are masks, of those with one). Click a picture to compare it at full size. It needs no model.
 
 --mask auto shows the masks that this flag of train.py would make. --align DIR writes a copy of the dataset in which
-moved targets are repaired: it warps the target onto its control, and crops both (and the mask) to the region that both
-show. It copies all other pictures byte for byte, even if their shapes differ. Then it measures the motion again, in
-each half of the picture. It leaves out, and lists, pairs that still move and pairs that were turned by more than 4
-degrees; it also leaves out samples with errors.
+moved targets are repaired: it warps the target onto its control (of another size: resized to the target's), and crops
+both (and the mask) to the region that both show. It copies all other pictures byte for byte, even if their shapes
+differ. Then it measures the motion again, in each half of the picture. It leaves out, and lists, pairs that still move
+and pairs that were turned by more than 4 degrees; it also leaves out samples with errors.
 
 $ python tools/doctor.py photos                          # -> out/doctor-photos
 $ python tools/doctor.py photos drawings --out report
 $ python tools/doctor.py photos --mask auto --align photos_aligned
-$ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
+$ python tools/doctor.py photos --target_pixels 512x512
 """
 import functools
 import itertools
@@ -51,7 +51,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1") # our own threads use all cores already; numpy reads this when it loads
 import numpy as np
-from PIL import Image, ImageChops
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import library # first, so that no other folder is taken for one of our modules
@@ -61,18 +61,15 @@ from library.cli import command_line
 from library.cli.command_line import pixels
 from library.data import dataset, picture_files
 from library.data.automatic_mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion,
-                                         inverse, remaining_motion, same_shape, scaled)
+                                         inverse, remaining_motion, same_shape, scaled, show_moved)
 from library.data.picture_files import fit_size, mask_is_empty, read_image, read_mask, reserve_pixels
 from library.data.sample_checks import how_many
 from library.files import disk
 from library.models.hub import MODELS
-from library.results import result_files
-from library.results.contact_sheets import contact_sheet, shown_prompt, thumbnail
 from tools.doctor_pairs import (change_of_detail, looks_of, odd_pairs, profile_is_lost, read_side, small_copy,
                                 swapped_pairs)
 from tools.import_data import places_of, write_sample
-from tools.page_common import (OURS, PAGE, area_words, card, chapters, detail, fold, link, node, save_page, section,
-                               table, tile, to_jpeg)
+from tools.page_common import (OURS, area_words, card, chapters, detail, link, node, save_page, section, tile, to_jpeg)
 
 # identical: limits in levels of 0 to 255. JPEG of quality 70 reaches 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
@@ -86,38 +83,34 @@ REMAINS = 0.5 # most pixels that a corner may still seem to move, in copies of u
 TWIN = 4.0 # RMS in levels below which two pictures are the same: re-encoded copies stay below 3
 OTHER = 16.0 # RMS in levels above which two targets are clearly different
 REPORT = rb'\A\[(\{"name": |\]\s*\Z)' # how a report.json of ours begins
+SHOWN = 24 # pairs of a section of the page
 KINDS = { # {kind of finding: what it means, and what to do}
     "other picture": "Target and control show different scenes, unlike your other pairs: as a rule one of the two "
-    "lists of files has slipped. Put the right ones together; until then the pair teaches nonsense.",
-    "mirrored": "The target shows the control mirrored, and the LoRA would learn to mirror. If that is not the edit, "
-    "turn one of the two.",
-    "turned": "The target shows the control turned by 90 degrees. One of the two has probably lost its EXIF rotation, "
-    "as in sharp, scikit-image, imageio, torchvision and img2dataset. Export it again, turned upright.",
+    "lists of files has slipped. Put the right ones together.",
+    "mirrored": "The LoRA would learn to mirror. If that is not the edit, turn one of the two.",
+    "turned": "One of the two has probably lost its EXIF rotation, as in sharp, scikit-image, imageio, torchvision and "
+    "img2dataset. Export it again, turned upright.",
     "swapped": "The pair changes the other way round than the others with its prompt. Look at it, and let target and "
     "control change places if it is so.",
     "identical": "Target and control are the same picture. That is right where the prompt asks for it, such as \"keep "
-    "the image\"; otherwise the pair teaches to do nothing: delete it.",
+    "the image\"; otherwise delete the pair.",
     "moved": "The target shows the scene shifted, zoomed or turned, and the LoRA would learn to move pictures. --align "
     "DIR writes a copy of the dataset in which these are repaired.",
     "recoloured": "All colours have changed, also those of what was not edited. If the edit is a tone, this is right. "
-    "Otherwise two exports or white balances differ: make both pictures with the same settings, or leave the pair out.",
-    "lost profile": "One of the two has a wide colour profile, such as a phone's Display P3, and the other the same "
-    "numbers without it, so that its colours are duller. A program has probably dropped it (Inkscape, exiftool -all=, "
-    "convert -strip, jpegoptim --strip-all). Export that file again, with its profile or converted to sRGB.",
-    "softer": "The target has less fine detail than the control, and the LoRA would learn to blur. It was probably "
-    "blurred, enlarged, or saved as a WebP or JPEG of low quality. Save it again from its source, at high quality. "
-    "All pairs alike: perhaps the edit.",
-    "sharper": "The target has more fine detail than the control. It was probably sharpened, or its control blurred, "
-    "enlarged, or saved as a WebP or JPEG of low quality. Save both again from their sources, at high quality. All "
-    "pairs alike: perhaps the edit.",
-    "clear edge": "Rows or columns at an edge are transparent on one side only, and are trained as a white strip. A "
-    "program has probably moved the picture (align_image_stack, a layer that was shifted). Crop both pictures alike.",
+    "Otherwise make both pictures with the same settings, or leave the pair out.",
+    "lost profile": "One of the two has a wide colour profile, the other the same numbers without it. A program has "
+    "probably dropped it (Inkscape, exiftool -all=, convert -strip, jpegoptim --strip-all). Export that file again, "
+    "with its profile or converted to sRGB.",
+    "softer": "The LoRA would learn to blur. The target was probably blurred, enlarged, or saved as a WebP or JPEG of "
+    "low quality. Save it again from its source. All pairs alike: perhaps the edit.",
+    "sharper": "The target was probably sharpened, or its control blurred, enlarged, or saved as a WebP or JPEG of low "
+    "quality. Save both again from their sources. All pairs alike: perhaps the edit.",
+    "clear edge": "Transparent rows or columns on one side only are trained as a white strip. A program has probably "
+    "moved the picture (align_image_stack, a layer that was shifted). Crop both pictures alike.",
     "other shape": "Target and control have different aspects, or one is more than twice as large. That is right if "
     "the edit crops or extends pictures; otherwise crop both alike.",
-    "enlarged": "Training would enlarge these pictures, which teaches blur. With --no-upscale, which "
-    "the command at the top of this page has, they keep their sizes.",
-    "empty mask": "The mask selects nothing or everything, and then it says nothing: the pair is trained as one "
-    "without a mask. Paint the edited region white on black, or delete the mask.",
+    "enlarged": "Training would enlarge these pictures, which teaches blur. With --no-upscale they keep their sizes.",
+    "empty mask": "The pair is trained as one without a mask. Paint the edited region white on black.",
     "duplicate": "The pair is there twice, and so it counts twice. Delete one, unless you want that.",
     "other caption": "The same pair has two prompts. That is right if both ask for this target.",
     "other target": "One control and prompt have two targets, and the LoRA would learn their mean. Delete one, or let "
@@ -126,8 +119,6 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "(darktable writes cat_01 beside cat). Delete it, unless the model is to see the picture twice."}
 MEANT = {"recoloured": 0.5, "softer": 0.9, "sharper": 0.9} # part of the pairs beyond which it is perhaps the edit
 PERHAPS = "That is perhaps the edit, and then there is nothing to do."
-NUMBERS = ("aspect: width / height of the target. rounding: by how much that changes, as sides are rounded to 32. "
-           "tokens: what a sample costs in memory and time; the image's are 16x16 pixels each.")
 
 # ---- one pair; pairs that are nearly the same ------------------------------------------------------------------------
 
@@ -137,18 +128,16 @@ def examine_pair(target, control):
     scale = math.sqrt(w * h / (cw * ch))
     if not same_shape(target.size, control.size) or max(scale, 1 / scale) > SCALE:
         findings["other shape"] = f"target {w}x{h}, control {cw}x{ch}"
-    size = copy_size((w, h))
-    same, levels = compare(target, control)
-    if same:
-        return findings | {"identical": f"differ by {levels:.1f} levels"}
+    size = copy_size(target.size)
+    if is_same(target, control):
+        return findings | {"identical": "the same picture twice"}
     motion, cast = find_change(target, control)
     if motion is not None:
         dx, dy, zoom, turn = scaled(inverse(motion), max(w, h) / max(size)) # how the target shows the control's scene
-        larger = math.hypot(1 + zoom, turn)
+        percent = 100 * math.hypot(1 + zoom, turn) - 100
         degrees = math.degrees(math.atan2(turn, 1 + zoom))
-        findings["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {round(100 * larger - 100, 1) + 0.0:+.1f} %"
-        if abs(degrees) >= 0.05:
-            findings["moved"] += f", turned {abs(degrees):.1f} degrees {'counter' if degrees < 0 else ''}clockwise"
+        findings["moved"] = (f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {percent:+.1f} %, "
+                             f"turned {degrees:+.1f} degrees clockwise")
     if cast is not None:
         findings["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast)
     if motion is None and cast is None: # both change the detail, too
@@ -157,14 +146,13 @@ def examine_pair(target, control):
             findings["softer" if ratio < 1 else "sharper"] = f"{ratio:.2f} times the control's fine detail"
     return findings
 
-def compare(picture, other):
-    """-> (whether two PIL images are the same picture, by how many levels they differ in the mean)."""
+def is_same(picture, other):
+    """Whether two PIL images are the same picture."""
     size = copy_size(picture.size)
     copies = [image.resize(size, Image.BOX) for image in (picture, other)]
     whole = np.subtract(*copies, dtype=float)
-    blocks = np.subtract(*[copy.resize([side // 8 for side in size], Image.BOX) for copy in copies], dtype=float)
-    same = np.sqrt((whole.mean(-1) ** 2).mean()) < SAME_RMS and abs(blocks).max() < SAME_BLOCK
-    return same, abs(whole).mean()
+    blocks = np.subtract(*[copy.reduce(8) for copy in copies], dtype=float)
+    return np.sqrt((whole.mean(-1) ** 2).mean()) < SAME_RMS and abs(blocks).max() < SAME_BLOCK
 
 def examine_files(sides):
     """-> {kind of finding: its description} of what the files of a target and its control say, read_side's."""
@@ -182,32 +170,28 @@ def find_twins(samples, thumbnails):
     """-> [(kind, index of a sample, index of its twin)]. thumbnails: 16x16 pixels of the targets and the controls, (2,
     N, 768). An RMS is never smaller than the difference of the means. So it sorts the samples by the means of their
     controls, and compares each one only with its neighbours."""
-    def numbered(values): # equal values get the same number
-        return np.unique(values, return_inverse=True)[1]
-    order = np.argsort(thumbnails[1].mean(-1), kind="stable")
-    samples, mean = [samples[i] for i in order], thumbnails[1, order].mean(-1)
-    prompts = numbered([" ".join(s.prompts[0].lower().split()) for s in samples])
-    further = numbered([f"{s.controls[1:]} {bool(s.controls)}" for s in samples])
-    edits, twins = np.array([bool(s.controls) for s in samples]), []
-    targets, controls = thumbnails[:, order].astype(np.float32) - 128
-    for start in range(0, len(samples), 256):
-        stop = min(start + 256, len(samples))
-        rows, others = slice(start, stop), slice(start, np.searchsorted(mean, mean[stop - 1] + TWIN, "right"))
-        near = (distances(controls[rows], controls[others]) < TWIN) & (further[rows, None] == further[others])
-        near = np.triu(near, 1) # each two samples once
-        if not near.any():
-            continue
-        target, same = distances(targets[rows], targets[others]), prompts[rows, None] == prompts[others]
-        for kind, which in (("duplicate", near & same & (target < TWIN)),
-                            ("other caption", near & ~same & (target < TWIN)),
-                            ("other target", near & same & edits[others] & (target > OTHER))):
-            twins += [(kind, *sorted(order[start + pair].tolist())) for pair in np.argwhere(which)]
+    prompts = [" ".join(sample.prompts[0].lower().split()) for sample in samples]
+    further = [(bool(sample.controls), sample.controls[1:]) for sample in samples]
+    order = np.argsort(thumbnails[1].mean(-1), kind="stable").tolist()
+    targets, controls = thumbnails[:, order].astype(np.float32)
+    means = controls.mean(-1)
+    twins = []
+    for place, i in enumerate(order):
+        after = slice(place + 1, np.searchsorted(means, means[place] + TWIN, "right"))
+        near = place + 1 + np.flatnonzero(rms(controls[after] - controls[place]) < TWIN)
+        for other, levels in zip(near, rms(targets[near] - targets[place])):
+            j = order[other]
+            same = prompts[i] == prompts[j]
+            if further[i] != further[j]:
+                continue
+            if levels < TWIN:
+                twins.append(("duplicate" if same else "other caption", *sorted((i, j))))
+            elif same and levels > OTHER:
+                twins.append(("other target", *sorted((i, j))))
     return sorted(twins, key=lambda twin: (twin[1], list(KINDS).index(twin[0]), twin[2]))
 
-def distances(a, b):
-    """-> the RMS in levels between each row of a and each row of b: (M, 768), (N, 768) -> (M, N)."""
-    square_a, square_b = (a ** 2).sum(-1), (b ** 2).sum(-1)
-    return np.sqrt(abs(square_a[:, None] + square_b - 2 * a @ b.T) / 768)
+def rms(levels):
+    return np.sqrt((levels ** 2).mean(-1))
 
 # ---- a dataset -------------------------------------------------------------------------------------------------------
 
@@ -218,172 +202,132 @@ def enlargement(size, to):
     return math.sqrt(math.prod(to) / math.prod(size))
 
 def examine_pictures(paths):
-    """A target and its control, or a target alone -> (examine_pair's findings, 16x16 pixels of both for find_twins,
-    small_copy of both for odd_pairs, by how much their looks_of differ). At full size they are held here only."""
-    with reserve_pixels(paths):
-        sides = list(map(read_side, paths))
+    """A target and its controls -> (examine_pair's and other findings, 16x16 pixels of the target and of the first
+    control for find_twins, small_copy of both for odd_pairs, by how much their looks_of differ). Pictures at full size
+    are held here only."""
+    with reserve_pixels(paths[:2]):
+        sides = list(map(read_side, paths[:2]))
         pair = sides[0][0], sides[-1][0] # of a picture alone the target stands for its control
         findings = examine_pair(*pair) | examine_files(sides) if len(sides) == 2 else {}
         small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in pair]
-        return findings, small, list(map(small_copy, pair)), np.subtract(*map(looks_of, pair))
-
-def examine_sample(sample, pipe, args):
-    """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, sizes of the
-    controls' copies for the text encoder, and what else examine_pictures has of target and control). InputError if
-    something is wrong."""
-    import cache
-    sizes = [picture_files.image_size(path) for path in dataset.pictures_of(sample)]
-    targets, controls, prompt_sizes = cache.plan_sizes(pipe, sizes, vars(args))
-    w, h = sizes[0]
-    findings, *looks = examine_pictures([sample.target, *sample.controls[:1]])
-    controls_seen = []
-    for path in sample.controls if len(sample.controls) > 1 else []: # each must be whole
+        looks = small, list(map(small_copy, pair)), np.subtract(*map(looks_of, pair))
+        controls = [pair[1].resize(copy_size(pair[1].size), Image.BOX)]
+    for path in paths[2:]: # each must be whole
         with reserve_pixels([path]):
             picture = read_image(path)
-        small = picture.resize(copy_size(picture.size), Image.BOX)
-        for earlier, earlier_path in controls_seen:
-            if same_shape(small.size, earlier.size) and compare(small, earlier)[0]:
+            copy = picture.resize(copy_size(picture.size), Image.BOX)
+        for earlier, earlier_path in zip(controls, paths[1:]):
+            if same_shape(copy.size, earlier.size) and is_same(copy, earlier):
                 findings["same control"] = f"{Path(path).name} is {Path(earlier_path).name} again"
-        controls_seen.append((small, path))
-    row = dict(name=sample.name, prompts=sample.prompts, sizes=sizes, aspect=w / h, controls=len(controls),
-               rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
-               image_tokens=[sum(a * b // 256 for a, b in [target, *controls]) for target in targets]) # of 16x16 pixels
-    uses = [("", sizes[0], to) for to in targets]
-    uses += [("control ", *use) for use in zip(sizes[1:], controls)]
-    whose, size, to = max(uses, key=lambda use: enlargement(*use[1:]))
-    if enlargement(size, to) >= ENLARGED:
-        findings["enlarged"] = "{}{}x{} -> {}x{}".format(whose, *size, *to)
+        controls.append(copy)
+    return findings, *looks
+
+def examine_sample(sample, args):
+    """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, and what else
+    examine_pictures has of target and control). InputError if something is wrong."""
+    size, *control_sizes = [picture_files.image_size(path) for path in dataset.pictures_of(sample)]
+    targets = [fit_size(size, area, args.upscale) for area in args.target_pixels]
+    controls = [fit_size(own, args.control_pixels, args.upscale) for own in control_sizes]
+    control_tokens = sum(w * h // 256 for w, h in controls) # of 16x16 pixels
+    row = dict(name=sample.name, prompts=sample.prompts, sizes=[size, *control_sizes],
+               image_tokens=[w * h // 256 + control_tokens for w, h in targets])
+    findings, *looks = examine_pictures([sample.target, *sample.controls])
+    uses = [(size, target) for target in targets] + [*zip(control_sizes, controls)]
+    own, to = max(uses, key=lambda use: enlargement(*use))
+    if enlargement(own, to) >= ENLARGED:
+        findings["enlarged"] = "{}x{} -> {}x{}".format(*own, *to)
     if sample.mask:
-        dataset.check_shape(sample.mask, picture_files.image_size(sample.mask), (w, h))
+        dataset.check_shape(sample.mask, picture_files.image_size(sample.mask), size)
         with reserve_pixels([sample.mask]):
             mask = read_mask(sample.mask)
         if mask_is_empty(mask):
-            findings["empty mask"] = "selects everything" if mask.getextrema()[1] >= 128 else "selects nothing"
-    return row, findings, prompt_sizes, *looks
+            findings["empty mask"] = "selects nothing, or everything"
+    return row, findings, *looks
 
 def find_strangers(samples, found, copies, changes):
-    """-> what is found of pairs that are unlike the others; this and `found`: [(kind, [index], words)]."""
+    """-> [(kind, index, words)] of pairs that are unlike the others. found: what is found of each sample; copies,
+    changes: examine_pictures's."""
     pairs = [i for i, sample in enumerate(samples) if sample.controls]
-    excused = [i for kind, (i,), _ in found if kind in ("moved", "other shape")]
-    odd = odd_pairs([samples[i].name for i in pairs], [copies[i] for i in pairs],
-                    {place for place, i in enumerate(pairs) if i in excused})
-    strangers = [(kind, [pairs[place]], words) for kind, place, words in odd]
+    excused = {place for place, i in enumerate(pairs) if {"moved", "other shape"} & found[i].keys()}
+    names = [samples[i].name for i in pairs]
+    odd = odd_pairs(names, [copies[i] for i in pairs], excused)
+    strangers = [(kind, pairs[place], words) for kind, place, words in odd]
     by_prompt = {}
     for i in pairs:
         by_prompt.setdefault(samples[i].prompts[0], []).append(i)
     for same in by_prompt.values():
         for place in swapped_pairs(np.array([changes[i] for i in same])):
-            strangers.append(("swapped", [same[place]], "changes the other way round than the others with this prompt"))
+            strangers.append(("swapped", same[place], "changes the other way round than the others with this prompt"))
     return strangers
 
-def examine(samples, pipe, args):
+def examine(samples, args):
     """-> (good samples, rows of report.json, {kind: [(description, index of the sample and of its twin, if it has
     one)]}, problems)."""
     good, rows, found, seen, problems = [], [], [], [], []
-    import cache
-    work = functools.partial(examine_sample, pipe=pipe, args=args)
+    work = functools.partial(examine_sample, args=args)
     examined = common.run_ahead(work, samples, common.THREADS, 2 * common.THREADS)
     for sample, future in zip(common.progress("examining pairs", samples, unit=" samples"), examined):
         with common.collect_errors(problems):
-            row, of_sample, prompt_sizes, *looks = future.result()
-            if pipe: # outside of the threads, as a tokenizer serves one thread at a time
-                row["text_tokens"] = [cache.prompt_length(pipe, text, prompt_sizes) for text in sample.prompts]
-            found += [(kind, [len(good)], words) for kind, words in of_sample.items()]
-            rows.append(row | dict(findings=[]))
-            seen.append(looks)
+            row, of_sample, *looks = future.result()
             good.append(sample)
+            rows.append(row | dict(findings=[]))
+            found.append(of_sample)
+            seen.append(looks)
     if not good:
         return [], [], {}, problems
     thumbnails, copies, changes = zip(*seen)
-    strangers = find_strangers(good, found, copies, changes)
-    # between different pictures these say nothing
-    different = [indices for kind, indices, _ in strangers if kind in ("other picture", "turned")]
-    same_scene = "moved", "recoloured", "softer", "sharper"
-    found = [one for one in found if one[0] not in same_scene or one[1] not in different] + strangers
+    for kind, i, words in find_strangers(good, found, copies, changes):
+        if kind in ("other picture", "turned"): # between different pictures these say nothing
+            for same_scene in ("moved", "recoloured", "softer", "sharper"):
+                found[i].pop(same_scene, None)
+        found[i][kind] = words
+    everything = [(kind, [i], words) for i, of_sample in enumerate(found) for kind, words in of_sample.items()]
     for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)):
-        found.append((kind, [i, j], f"and {good[j].name}"))
+        everything.append((kind, [i, j], f"see {good[j].name}"))
     findings = {kind: [] for kind in KINDS}
-    for kind, indices, words in found:
-        twin = len(indices) > 1 # whose words begin with "and"
-        findings[kind].append((f"{good[indices[0]].name}{' ' if twin else ': '}{words}", indices))
+    for kind, indices, words in everything:
+        findings[kind].append((f"{good[indices[0]].name}: {words}", indices))
         rows[indices[0]]["findings"].append(f"{kind}: {words}")
     return good, rows, findings, problems
 
-def cells_of(sample):
-    """-> a sample's row on a sheet: its controls and its target."""
-    return [list(map(read_image, sample.controls)), read_image(sample.target)]
+def pictures_of(samples):
+    """-> [(title, picture)] of a sample, or of a sample and its twin."""
+    pictures = []
+    for whose, sample in zip(("", "its "), samples):
+        for n, path in enumerate(sample.controls):
+            pictures.append((f"{whose}control {n + 1}" if n else f"{whose}control", read_image(path)))
+        pictures.append((f"{whose}target", read_image(sample.target)))
+    return pictures
 
-def masked_cells(sample, area=None, upscale=True):
-    """-> the same row, and the target with all dark that its mask does not count as edited: the mask by hand, or, with
-    an area, the one that --mask auto makes when the sample is trained at this area."""
-    target = read_image(sample.target)
-    if area:
-        mask = auto_mask(target, read_image(sample.controls[0]), fit_size(target.size, area, upscale))
-    else:
-        mask = read_mask(sample.mask)
-    dark = target.point(lambda level: level // 4)
-    edit = Image.composite(target, dark, mask.resize(target.size, Image.NEAREST)) if mask else "no mask"
-    return [*cells_of(sample), edit]
+def with_mask(samples, args):
+    """-> the pictures of one sample and, if it has a mask, the target with all dark that this does not count as edited:
+    the mask by hand or, without one or if it is empty, what --mask auto makes at the first of --target_pixels."""
+    [sample] = samples
+    pictures = pictures_of(samples)
+    (_, control), (_, target) = pictures[0], pictures[-1]
+    mask = read_mask(sample.mask) if sample.mask else None
+    if args.mask and sample.controls and (not mask or mask_is_empty(mask)):
+        mask = auto_mask(target, control, fit_size(target.size, args.target_pixels[0], args.upscale))
+    if mask:
+        dark = target.point(lambda level: level // 4)
+        edit = Image.composite(target, dark, mask.resize(target.size, Image.NEAREST))
+        pictures.append(("edited (dark = not)", edit))
+    return pictures
 
-def difference_cells(sample):
-    target = read_image(sample.target)
-    return [ImageChops.difference(target, read_image(sample.controls[0]).resize(target.size))]
-
-def write_sheets(folder, kind, entries, cells=cells_of,
-                 titles=("control", "target", "its control", "its target"), of=0):
-    """Writes FOLDER/sheet_KIND_PAGE.png, with 24 entries on each sheet -> the section of the page with the first 24.
-    entries: [(description, samples)]; cells(sample) -> its pictures; titles: one for each cell; of: how many there are,
-    if these are some of them."""
-    from predict import save_png
+def show_pairs(folder, title, samples, entries, meaning="", pictures=pictures_of):
+    """Writes the pictures of the first entries to FOLDER/pictures, at up to 1024 pixels -> a section of the page, None
+    without entries. entries: [(description, indices of samples)]; pictures(samples) -> [(title, picture)]."""
     cards = []
-    for page, start in enumerate(range(0, len(entries), 24), 1):
-        rows = []
-        for words, samples in entries[start:start + 24]:
-            shown = [cell for sample in samples for cell in cells(sample)]
-            names = titles[:len(shown)]
-            prompt = samples[0].prompts[0]
-            said = f"{words}: {shown_prompt(prompt, words)}" if kind == "overview" else words
-            rows.append([said, *map(thumbnail, shown)])
-            if page == 1:
-                tiles = copies(folder, f"{kind}-{len(cards)}", zip(names, shown), words)
-                cards.append(card(words, prompt, tiles))
-        save_png(contact_sheet(rows, ["", *names]), folder / f"sheet_{kind}_{page}.png".replace(" ", "_"))
-    if not cards:
-        return None
-    count = f", {len(entries)}" if kind in KINDS else ""
-    if len(entries) < of:
-        count = f", {len(entries)} of {of}"
-    if len(entries) > 24:
-        count = f", the first 24 of {len(entries)}"
-    meaning = detail(KINDS[kind]) if kind in KINDS else None
-    return section(kind.capitalize() + count, meaning, node("div", *cards, class_="pairs four"))
-
-def copies(folder, name, cells, words):
-    """Writes the pictures of a card to FOLDER/pictures, at up to 1024 pixels -> their tiles. cells: pairs (title,
-    picture or list of pictures or text)."""
-    tiles = []
-    for title, cell in cells:
-        for n, image in enumerate(cell if isinstance(cell, list) else [cell]):
-            if isinstance(image, Image.Image): # and not the text "no mask"
-                path = folder / "pictures" / f"{name}-{len(tiles)}.jpg".replace(" ", "_")
-                common.write_file(path, to_jpeg(image, 1024), OURS)
-                links, numbered = {0: link(path, folder / "index.html")}, f"{title} {n + 1}" if n else title
-                tiles.append(tile(numbered, links, words, image.size))
-    return tiles
-
-def numbers_of(rows):
-    """-> the table of sizes and lengths: [[title, least, median, greatest]]. "rounding": by how much the aspect of a
-    target changes when its sides are rounded to 32 pixels."""
-    widths, heights = zip(*[row["sizes"][0] for row in rows])
-    columns = {"target width": widths, "aspect": [row["aspect"] for row in rows], "target height": heights,
-               "controls": [row["controls"] for row in rows], "rounding, %": [100 * row["rounding"] for row in rows],
-               "image tokens": [n for row in rows for n in row["image_tokens"]],
-               "text tokens": [n for row in rows for n in row.get("text_tokens", [])]}
-
-    def shown(n):
-        return f"{n:.4g}" if n < 100 else f"{n:.0f}"
-    return [[title, *map(shown, (min(values), np.median(values), max(values)))]
-            for title, values in columns.items() if values] # (without --model there are no text tokens)
+    for words, indices in entries[:SHOWN]:
+        tiles = []
+        for name, image in pictures([samples[i] for i in indices]):
+            file = f"{title}-{len(cards)}-{len(tiles)}.jpg".lower().replace(" ", "_")
+            common.write_file(folder / "pictures" / file, to_jpeg(image, 1024), OURS)
+            links = {0: link(folder / "pictures" / file, folder / "index.html")}
+            tiles.append(tile(name, links, words, image.size))
+        cards.append(card(words, samples[indices[0]].prompts[0], tiles))
+    if cards: # else there is no section
+        return section(f"{title}, {len(entries)}", detail(meaning), node("div", *cards, class_="pairs four"))
 
 # ---- --align ---------------------------------------------------------------------------------------------------------
 
@@ -397,42 +341,32 @@ def copy_to(folder, sample, taken):
 
 def align_pair(target, control, *others):
     """Warps the target, and the others that lie over it, onto the control, and crops all to what the two show in common
-    -> (target, control, *others), or a text that says why this is not possible. It resamples the target, but only crops
-    the control."""
+    -> (target, control, *others), of one size; or a text that says why this is not possible. A control of the target's
+    size is only cropped."""
     motion = fit_motion(target, control, find_motion(target, control, copy_size(target.size)))
     degrees = abs(math.degrees(math.atan2(motion[3], 1 + motion[2])))
     if degrees > TURNED:
         return f"turned by {degrees:.1f} degrees"
-    left, top, right, bottom = shared_box(motion, target.size, control.size)
-    unit_x, unit_y = control.width / target.width, control.height / target.height
-    width, height = round((right - left) / unit_x), round((bottom - top) / unit_y)
-    for sides in ((width, height), (right - left, bottom - top)): # the limits of picture_files.image_size
-        if min(sides) < 32 or max(sides) > 10 * min(sides):
-            return "shares too little"
-    # from a pixel of the result to the control (resized to the target's size), and from there to the target
-    x, step_x = left / unit_x, (right - left) / unit_x / width
-    y, step_y = top / unit_y, (bottom - top) / unit_y / height
-    a, b, c, d, e, f = affine_of(inverse(motion), target.size)
-    affine = a * step_x, b * step_y, a * x + b * y + c, d * step_x, e * step_y, d * x + e * y + f
+    box = left, top, right, bottom = shared_box(motion, target.size)
+    sides = right - left, bottom - top
+    if min(sides) < 32 or max(sides) > 10 * min(sides): # the limits of picture_files.image_size
+        return "shares too little"
+    size = target.size
+    target, *others = [show_moved(image.resize(size), inverse(motion)) for image in (target, *others)]
+    return tuple(image.crop(box) for image in (target, control.resize(size), *others))
 
-    def warp(image):
-        return image.resize(target.size).transform((width, height), Image.AFFINE, affine, Image.BICUBIC)
-    return warp(target), control.crop((left, top, right, bottom)), *map(warp, others)
-
-def shared_box(motion, size, control_size):
-    """-> (left, top, right, bottom) of the region of the control that the target shows too, in pixels of the control.
-    If the target is turned, it is an upright rectangle within that region."""
-    (w, h), (control_w, control_h) = size, control_size
+def shared_box(motion, size):
+    """-> (left, top, right, bottom) of the region of the control that the target shows too, both of this size. If the
+    target is turned, it is an upright rectangle within that region."""
+    w, h = size
     a, b, c, d, e, f = affine_of(motion, size)
-    corners = (0, 0), (w, 0), (w, h), (0, h) # of the target, clockwise
-    xs = [(a * x + b * y + c) * control_w / w for x, y in corners] # where the control has them
-    ys = [(d * x + e * y + f) * control_h / h for x, y in corners]
+    x, y = np.array([(0, 0), (w, 0), (w, h), (0, h)]).T # the target's corners, clockwise
+    xs, ys = a * x + b * y + c, d * x + e * y + f # where the control has them
     return (math.ceil(max(0, xs[0], xs[3])), math.ceil(max(0, ys[0], ys[1])),
-            math.floor(min(control_w, xs[1], xs[2])), math.floor(min(control_h, ys[2], ys[3])))
+            math.floor(min(w, xs[1], xs[2])), math.floor(min(h, ys[2], ys[3])))
 
 def repair(sample, folder):
     """-> the sample with aligned pictures, PNGs in `folder`; or a text that says why it cannot be repaired."""
-    from predict import save_png
     others = []
     for role, path in sample.overlays.items():
         read = read_mask if dataset.ROLES[role].is_mask else read_image
@@ -442,41 +376,33 @@ def repair(sample, folder):
         return aligned
     if "moved" in examine_pair(*aligned[:2]) or remaining_motion(*aligned[:2]) > REMAINS:
         return "still moves"
+    folder.mkdir(exist_ok=True)
     for role, image in zip(("target", "control", *sample.overlays), aligned):
-        save_png(image, folder / f"{role}.png")
+        image.save(folder / f"{role}.png", icc_profile=None)
     return replace(sample, target=folder / "target.png", controls=[folder / "control.png", *sample.controls[1:]],
                    overlays={role: folder / f"{role}.png" for role in sample.overlays})
 
-def write_aligned(out, samples, moved, sheets):
+def write_aligned(out, samples, moved):
     """Writes the folder `out`, which appears only when it is complete: all samples, those with an index in `moved`
-    repaired. Also writes sheets of the differences before and after to the folder `sheets`, and prints the result
-    -> a section of the page."""
-    left_out, entries, names, taken = [], [], set(), set()
+    repaired. Prints the result."""
+    left_out, taken = [], set()
     try:
         with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent, ignore_cleanup_errors=True) as tmp:
             folder = Path(tmp, "out")
             folder.mkdir()
             for i, sample in enumerate(common.progress("aligning", samples, unit=" samples")):
-                if sample.name in names: # a manifest may use a target twice
+                if f"target/{sample.name}" in taken: # a manifest may use a target twice
                     sample = replace(sample, name=f"{sample.name}-{i}")
-                names.add(sample.name)
-                repaired = repair(sample, Path(tmp)) if i in moved else sample
+                repaired = repair(sample, Path(tmp, "repaired")) if i in moved else sample
                 if isinstance(repaired, str):
                     left_out.append(f"{sample.name} ({repaired})")
-                    continue
-                files = copy_to(folder, repaired, taken)
-                taken |= files.keys()
-                if i in moved:
-                    target, control = files[f"target/{sample.name}"], files[f"control/{sample.name}"]
-                    entries.append((sample.name, [sample, replace(sample, target=target, controls=[control])]))
-            titles = ["difference before", "difference after"]
-            page_section = write_sheets(sheets, "aligned", entries, difference_cells, titles)
+                else:
+                    taken |= copy_to(folder, repaired, taken).keys()
             disk.rename_folder(folder, out)
     except OSError as e:
         raise common.disk_error(f"--align {out}", e)
     tell(f"{out}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
          f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
-    return page_section
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -490,14 +416,10 @@ def read_flags():
          metavar="AREA")
     flag("--control_pixels", 1024 * 1024, "control area of the training, as for cache.py", type=pixels, metavar="AREA")
     flag("--upscale", True, "training enlarges smaller pictures to the area, as for cache.py")
-    flag("--model", None, "hub id or folder; its tokenizer counts the prompts' tokens (default: none)")
-    flag("--skip_bad", False, "exit with status 0 even if there are errors")
-    flag("--mask", None, "show the masks that this flag of train.py would make at the first of --target_pixels, in "
-         "sheet_mask_*.png (default: none)", choices=["auto"])
+    flag("--mask", None, "show the masks that this flag of train.py would make at the first of --target_pixels "
+         "(default: none)", choices=["auto"])
     flag("--align", None, "new folder for a copy with moved targets repaired", type=Path, metavar="DIR")
     args = parser.parse_args()
-    if len(set(map(os.path.realpath, args.data))) < len(args.data):
-        parser.error(f"argument {args.data[0]}: a dataset is given twice; give each once")
     if args.align:
         if not args.align.is_dir() or os.listdir(args.align):
             common.refuse_to_replace(args.align)
@@ -521,21 +443,18 @@ def perhaps_the_edit(samples, findings):
     return [kind for kind, part in MEANT.items() if len(findings[kind]) > part * pairs]
 
 def verdict_of(samples, findings):
-    """-> what the page begins with: how many pairs have a finding. What is perhaps the edit is counted apart."""
-    pairs, perhaps = sum(bool(sample.controls) for sample in samples), perhaps_the_edit(samples, findings)
-    found = {i for kind, entries in findings.items() for _, indices in entries for i in indices
-             if kind not in perhaps}
-    what = "pairs" if pairs == len(samples) else "samples"
-    line = "".join(f"{len(findings[kind])} of {pairs} pairs are {kind}. {PERHAPS} " for kind in perhaps)
-    line += f"{len(found) or 'None'} of {len(samples)} {what} {'has' if len(found) == 1 else 'have'} "
-    return line + ("another finding" if perhaps else "a finding") + (": look below." if found else ".")
+    """-> what the page begins with: how many samples have a finding. What is perhaps the edit is counted apart."""
+    perhaps = perhaps_the_edit(samples, findings)
+    lines = [f"{len(findings[kind])} pairs are {kind}. {PERHAPS}" for kind in perhaps]
+    found = {i for kind, entries in findings.items() for _, indices in entries for i in indices if kind not in perhaps}
+    return " ".join([*lines, f"{len(found)} of {len(samples)} have {'another' if perhaps else 'a'} finding."])
 
 def next_training(args, enlarged):
     """-> the command of the training that comes next, at the sizes that were judged. enlarged: the pictures that are,
     with these flags."""
     held_out = [root for root in args.data if dataset.root_name(root).endswith("_val")]
     trained = [args.align] if args.align else [root for root in args.data if root not in held_out]
-    words = ["python", "train.py", "--model", args.model or MODELS[-1], "--data", *(trained or args.data)]
+    words = ["python", "train.py", "--model", MODELS[-1], "--data", *(trained or args.data)]
     if held_out and trained:
         words += ["--val_data", *held_out]
     if args.mask:
@@ -547,90 +466,62 @@ def next_training(args, enlarged):
         words.append("--no-upscale")
     return common.shell_command(words)
 
-def print_findings(title, numbers, findings, verdict):
+def print_findings(title, rows, findings, verdict):
     tell(title)
     tell(f"{'':16}     min  median     max")
-    for name, *values in numbers:
-        tell(f"{name:16}" + "".join(f" {value:>7}" for value in values))
+    widths, heights = zip(*[row["sizes"][0] for row in rows])
+    controls = [len(row["sizes"]) - 1 for row in rows]
+    columns = {"target width": widths, "target height": heights, "controls": controls,
+               "image tokens": [n for row in rows for n in row["image_tokens"]]}
+    for name, values in columns.items():
+        tell(f"{name:16} {min(values):7} {np.median(values):7.0f} {max(values):7}")
     for kind, entries in findings.items():
-        if not entries:
-            continue
-        names = [words for words, _ in entries]
-        line = f"{kind}, {len(names)}: {'; '.join(names[:8])}"
-        if len(names) > 8:
-            line += "; ..."
-        if kind == "enlarged":
-            line += "; --no-upscale leaves them at their sizes"
-        tell(line)
-    tell(verdict.strip())
+        if entries:
+            line = f"{kind}, {len(entries)}: {'; '.join(words for words, _ in entries[:8])}"
+            tell(line + "; ..." if len(entries) > 8 else line)
+    tell(verdict)
 
-def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, step, args):
-    """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None; step: what comes
-    next."""
-    of_kinds = {}
-    for kind, entries in findings.items():
-        shown = []
-        for words, indices in entries:
-            shown.append((words, [samples[i] for i in indices]))
-        of_kinds[kind] = write_sheets(out, kind, shown)
-    probably_meant = [of_kinds.pop(kind) for kind in perhaps_the_edit(samples, findings)]
-    parts = [aligned, *of_kinds.values()]
-    by_hand = [(sample.name, [sample]) for sample in samples if sample.mask]
-    titles = ["control", "target", "edited (dark = not)"]
-    some = by_hand[::max(1, len(by_hand) // 24)][:24]
-    parts.append(write_sheets(out, "mask by hand", some, masked_cells, titles))
-    if args.mask:
-        with_mask = functools.partial(masked_cells, area=args.target_pixels[0], upscale=args.upscale)
-        empty = [i for _, indices in findings["empty mask"] for i in indices]
-        entries = [(sample.name, [sample]) for i, sample in enumerate(samples)
-                   if sample.controls and (not sample.mask or i in empty)]
-        parts.append(write_sheets(out, "mask", entries, with_mask, titles))
-    some = samples[::max(1, len(samples) // 12)][:12]
-    parts.append(write_sheets(out, "overview", [(sample.name, [sample]) for sample in some], of=len(samples)))
-    for heading, *rest in probably_meant:
-        parts.append(section(heading.text, fold("show", *rest)))
+def write_page(out, title, verdict, samples, findings, problems, step, args):
+    """Writes index.html. step: what comes next."""
+    perhaps = perhaps_the_edit(samples, findings)
+    parts = []
+    for kind in sorted(findings, key=lambda kind: kind in perhaps): # what is perhaps the edit comes last
+        parts.append(show_pairs(out, kind.capitalize(), samples, findings[kind], KINDS[kind]))
+    some = [i for i, sample in enumerate(samples) if sample.mask or args.mask] or range(len(samples))
+    some = [(samples[i].name, [i]) for i in some[::math.ceil(len(some) / SHOWN)]] # from all over the dataset
+    parts.append(show_pairs(out, "Overview", samples, some, pictures=functools.partial(with_mask, args=args)))
     head = node("header", node("h1", f"Before training: {', '.join(map(dataset.root_name, args.data))}"),
-                node("p", node("b", verdict)), node("p", f"{title}."), node("p", step),
-                chapters(parts))
+                node("p", node("b", verdict)), node("p", f"{title}; {SHOWN} at most are shown of a finding."),
+                node("p", step), chapters(parts))
     errors = section("Errors", *[node("p", problem) for problem in problems])
-    tables = section("Numbers", table([["", "least", "median", "greatest"], *numbers]), detail(NUMBERS))
-    save_page(out / "index.html", head[0].text, [head, errors, *parts, tables])
-    tell(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
+    save_page(out / "index.html", head[0].text, [head, errors, *parts])
+    tell(f"{out}: index.html shows the findings; report.json has all samples")
 
 def main():
     args = read_flags()
-    samples, problems = read_samples(args.data) # before the imports, as a wrong name is answered at once
-    import cache
+    samples, problems = read_samples(args.data)
     out = args.out or Path("out", dataset.run_name("doctor", args.data))
-    parts = ["tokenizer", "processor", "scheduler"]
-    pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
     if args.align:
-        for sample in samples:
-            if not sample.controls:
-                raise InputError(f"--align: {sample.name} has no control to which it could be aligned; leave --align "
-                                 "out")
         disk.try_renames(args.align, f"--align {args.align}")
     disk.try_out(out)
-    earlier = {out / "index.html": PAGE, out / "report.json": REPORT}
-    for pattern, mark in {"sheet_*_*.png": result_files.OURS, "pictures/*": OURS}.items():
-        earlier |= dict.fromkeys(out.glob(pattern), mark)
-    for path, mark in earlier.items():
-        common.refuse_to_replace(path, mark)
+    earlier = [out / "index.html", out / "report.json", *out.glob("pictures/*")]
+    for path in earlier:
+        common.refuse_to_replace(path, OURS + b"|" + REPORT)
     for path in earlier: # of an earlier report, in case this call ends early
         disk.delete(path, "is of an earlier report", "close what has it open, or give another --out")
-    samples, rows, findings, faults = examine(samples, pipe, args)
+    samples, rows, findings, faults = examine(samples, args)
     problems += faults
     tell(*problems, file=sys.stderr)
     if samples:
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
-        title, numbers, verdict = how_many(samples), numbers_of(rows), verdict_of(samples, findings)
-        print_findings(title, numbers, findings, verdict)
-        moved = {i for _, indices in findings["moved"] for i in indices}
-        aligned = write_aligned(args.align, samples, moved, out) if args.align else None
+        title, verdict = how_many(samples), verdict_of(samples, findings)
+        print_findings(title, rows, findings, verdict)
+        if args.align:
+            write_aligned(args.align, samples, {i for _, indices in findings["moved"] for i in indices})
         step = next_training(args, findings["enlarged"])
-        write_page(out, title, verdict, samples, numbers, findings, problems, aligned, f"Next: {step}", args)
+        write_page(out, title, verdict, samples, findings, problems, f"Next: {step}", args)
         tell("when the errors are corrected, next:" if problems else "next:", f"  {step}")
-    sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
+    sys.exit(1 if problems or not samples else 0)
 
 if __name__ == "__main__":
     main()

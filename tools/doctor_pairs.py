@@ -28,8 +28,10 @@ BETTER = 2.0 # a mirrored control, or another pair's, that fits so many times be
 NONE = 0.15 # a pair below this does not correspond, if it is also
 USUAL = 0.95 # ... below so many of the target's fits with other controls: a sketch may fit badly, but others fit worse
 NEAR = 64 # neighbours by name that a target without correspondence is compared with: lists slip by a few files
-MIRRORED = {"left to right": np.fliplr, "upside down": np.flipud, "by 180 degrees": functools.partial(np.rot90, k=2)}
-TURNED = {"by 90 degrees counterclockwise": np.rot90, "by 90 degrees clockwise": functools.partial(np.rot90, k=3)}
+TURNS = { # {how the target shows the control: the same of an array}
+    "mirrored left to right": np.fliplr, "mirrored upside down": np.flipud,
+    "turned by 180 degrees": functools.partial(np.rot90, k=2), "turned by 90 degrees counterclockwise": np.rot90,
+    "turned by 90 degrees clockwise": functools.partial(np.rot90, k=3)}
 # swapped
 LEAST = 12 # pairs with one prompt, from which on they have a direction
 DISTINCT = 2.5 # times the usual deviation, of the change that they share
@@ -84,15 +86,13 @@ def odd_pairs(names, copies, excused=()):
         if own < CLEAR: # the edit may have taken a frame away
             own = max(own, fit(edges_of_middles(control), edges[0]))
         fitting += own > CLEAR
-        turns = MIRRORED if own > CLEAR else MIRRORED | TURNED # few pictures look like themselves lying on a side
-        mirrored = {how: fit(edges, edges_of(turn(control))) for how, turn in turns.items()}
-        how = max(mirrored, key=mirrored.get)
+        turned = {how: fit(edges, edges_of(turn(control))) for how, turn in TURNS.items()}
+        how = max(turned, key=turned.get)
         near = range(max(0, i - NEAR // 2), min(len(copies), i + NEAR // 2 + 1))
         others = [fit(edges, control_edges(j)) for j in near] if own < CLEAR else [own]
-        if max(mirrored[how], *others) > max(CLEAR, BETTER * own):
-            if mirrored[how] > max(others):
-                kind = "turned" if how in TURNED else "mirrored"
-                found.append((kind, i, f"the target shows the control turned {how}"))
+        if max(turned[how], *others) > max(CLEAR, BETTER * own):
+            if turned[how] > max(others):
+                found.append(("turned" if "90" in how else "mirrored", i, f"the target shows the control {how}"))
             else:
                 found.append(("other picture", i, f"shows the control of {names[near[np.argmax(others)]]}"))
         elif own < min(NONE, np.quantile(others, USUAL)) and i not in excused:
@@ -107,36 +107,36 @@ MIDDLE = 256
 FINEST, COARSER = 1, 4 # radii of blurs: the first takes away the finest detail, the second also the middle one
 ALIKE = 8 # levels that the rest may differ by, where two pictures count
 STRONG = 0.96 # ... and part of these that is too weak in its middle detail
-SOFTER, FINE_SOFTER = 1.02, 1.15 # times: middle and finest detail; JPEG and grain change the finest only
+FINE_SOFTER = 1.15 # times, of the finest detail
+# how much more the finest detail has changed than the middle one, as logarithms: another contrast changes both alike;
+# JPEG and grain change hardly anything but the finest
+LEAST_MORE, MOST_MORE = 1.15, 12
 
 def change_of_detail(target, control):
     """-> by how many times the target's finest detail is stronger than the control's (two PIL images), where the two
     are alike and most of it has changed: by a blur, sharpening or a poor encoding, not by an edit or another contrast.
     1.0 otherwise."""
     size = copy_size(target.size, min(1024, max(target.size), max(control.size)))
-    middle, levels = [min(side, MIDDLE) for side in size], []
+    middle = [min(side, MIDDLE) for side in size]
+    levels = [] # of both pictures: as it is, without the finest detail, without the middle detail
     for image in (target, control):
         left, top = [(1 - part / side) / 2 * full for part, side, full in zip(middle, size, image.size)]
         grey = image.resize(middle, Image.LANCZOS, (left, top, image.width - left, image.height - top)).convert("L")
-        blurred = [grey.filter(ImageFilter.BoxBlur(radius)) for radius in (FINEST, COARSER)]
-        levels.append([np.asarray(level, np.float32) for level in (grey, *blurred)])
-    (target, target_1, target_2), (control, control_1, control_2) = levels
-    alike = abs(target_2 - control_2) < ALIKE
-    if alike.mean() < 0.2:
+        levels.append([grey, *[grey.filter(ImageFilter.BoxBlur(radius)) for radius in (FINEST, COARSER)]])
+    sharp_2HW, blurred_2HW, coarse_2HW = np.array(levels, np.float32).swapaxes(0, 1)
+    alike_HW = abs(coarse_2HW[0] - coarse_2HW[1]) < ALIKE
+    if alike_HW.mean() < 0.2:
         return 1.0
-    fine = np.log((np.std((target - target_1)[alike]) + 0.2) / (np.std((control - control_1)[alike]) + 0.2))
-    if abs(fine) < np.log(FINE_SOFTER): # nearly all pairs
-        return 1.0
-    middles = abs(target_1 - target_2), abs(control_1 - control_2)
-    weaker = np.minimum(*middles) # a place that was blurred as an edit is weak
-    strong = alike & (weaker >= np.quantile(weaker[alike], STRONG))
-    changes = np.log((middles[0][strong] + 0.2) / (middles[1][strong] + 0.2))
-    change = np.quantile(changes, [0.4, 0.5, 0.6]).mean()
-    contrast = np.log((np.std(target_2[alike]) + 0.2) / (np.std(control_2[alike]) + 0.2))
-    is_clear = abs(change) > np.log(SOFTER) and change * fine > 0
-    # another contrast changes all detail alike, and the rest, too; grain hardly anything but the finest detail
-    is_edit = not 1.15 * abs(change) < abs(fine) < 12 * abs(change) or abs(contrast) > 0.7 * abs(change)
-    return float(np.exp(fine)) if is_clear and not is_edit else 1.0
+    finest, other_finest = np.std((sharp_2HW - blurred_2HW)[:, alike_HW], -1) + 0.2
+    middle_2HW = abs(blurred_2HW - coarse_2HW)
+    weaker_HW = middle_2HW.min(0) # a place that was blurred as an edit is weak
+    strong_HW = alike_HW & (weaker_HW >= np.quantile(weaker_HW[alike_HW], STRONG))
+    middle, other_middle = middle_2HW[:, strong_HW] + 0.2
+    fine, change = np.log(finest / other_finest), np.median(np.log(middle / other_middle))
+    if change * fine > 0 and LEAST_MORE * abs(change) < abs(fine) < MOST_MORE * abs(change):
+        if abs(fine) > np.log(FINE_SOFTER):
+            return float(np.exp(fine))
+    return 1.0
 
 # lost profile
 TELLS = 3 # levels by which a profile must change a colour to count

@@ -1,7 +1,8 @@
 """
-Contact sheets: pictures side by side, to look at, for the validations of train.py, for --scales and --seed of
-predict.py, and for tools/doctor.py. PIL images in, a PIL image out.
+Contact sheets: pictures side by side, to look at, for the validations of train.py, and for --scales and --seed of
+predict.py. PIL images in, a PIL image out.
 """
+import contextlib
 import functools
 import math
 import textwrap
@@ -47,7 +48,9 @@ def contact_sheet(rows, titles):
 
 def side_by_side(images):
     small = [ImageOps.contain(image, (CELL, CELL)) for image in images]
-    beside, x = Image.new("RGB", (sum(s.width for s in small), max(s.height for s in small)), "white"), 0
+    width = sum(s.width for s in small)
+    beside = Image.new("RGB", (width, max(s.height for s in small)), "white")
+    x = 0
     for image in small:
         beside.paste(image, (x, 0))
         x += image.width
@@ -67,10 +70,8 @@ def has_letters(text):
 
 
 def write(pen, middle, text):
-    """Paints a text in a cell's width; letters that the font lacks become their numbers (\\u732b)."""
+    """Paints a text in a cell's width. A letter that the font lacks is a box."""
     text = printable(text[:MOST_LETTERS])
-    if not has_letters(text):
-        text = text.encode("ascii", "backslashreplace").decode()
     letter = max(8, math.ceil(font().getlength(text) / max(1, len(text))))
     pen.multiline_text(middle, textwrap.fill(text, CELL // letter), "black", font(), "mm", align="center")
 
@@ -83,40 +84,33 @@ def shown_prompt(prompt, name):
 def validation_sheets(folder, step, records):
     """The pictures that train.py has saved in its folder samples/ at this step -> {name of a dataset: its sheet}.
     records: what its log tells of them."""
-    def saved(kind, file):
-        path = folder / kind / file
-        if path.is_file(): # else another machine's process has saved it there
-            with Image.open(path) as image:
-                return thumbnail(image.convert("RGB"))
-
     by_dataset = {}
     for record in records:
         file = record["file"]
-        controls = [saved("control", file)] + [saved(f"control_{n}", file) for n in range(1, record["controls"])]
-        pictures = [saved(kind, file) for kind in ("base", f"step_{step:06d}", "target")]
+        kinds = ["control"] + [f"control_{n}" for n in range(1, record["controls"])]
+        controls = [read_small(folder / kind / file) for kind in kinds]
+        pictures = [read_small(folder / kind / file) for kind in ("base", f"step_{step:06d}", "target")]
         prompt = shown_prompt(record["prompt"], Path(file).stem)
         by_dataset.setdefault(Path(file).parts[0], []).append([[c for c in controls if c], prompt, *pictures])
     titles = ["control", "instruction", "base", "LoRA", "target"]
     return {name: contact_sheet(lines, titles) for name, lines in by_dataset.items()}
 
 
-def read_or_say(path):
-    """The picture in this file, or a text that it cannot be read: a sheet is no reason to end a command whose pictures
-    are drawn."""
-    try:
-        return read_image(path)
-    except InputError:
-        return f"{Path(path).name}: cannot be read"
+def read_small(path):
+    """The picture in this file, as a sheet shows it. None if it cannot be read: a sheet is no reason to end a command
+    whose pictures are drawn, and another machine's process may have saved this one there."""
+    with contextlib.suppress(InputError):
+        return thumbnail(read_image(path))
 
 
 def results_sheet(pictures):
     """[predict.Picture] -> a sheet with a row for each sample and a column for each title."""
-    titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
+    titles = list(dict.fromkeys(p.title for p in pictures))
+    rows = {}
     for p in pictures:
         if p.row not in rows:
-            found = list(map(read_or_say, p.sample.controls))
-            controls = [one for one in found if isinstance(one, Image.Image)] or found[0]
+            controls = [small for small in map(read_small, p.sample.controls) if small] # those that can be read
             prompt = shown_prompt(p.sample.prompts[0], p.sample.name)
             rows[p.row] = [thumbnail(controls), prompt] + [None] * len(titles)
-        rows[p.row][2 + titles.index(p.title)] = thumbnail(read_or_say(p.path))
+        rows[p.row][2 + titles.index(p.title)] = read_small(p.path)
     return contact_sheet(list(rows.values()), ["control", "instruction", *titles])
