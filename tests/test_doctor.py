@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms, ImageDraw, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image, ImageChops, ImageCms, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 
 from library.data import dataset, index_file, picture_files
 from tests.harness import (FULL, NATIVE, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture,
@@ -234,13 +234,12 @@ def test_pictures_that_training_would_enlarge_are_found(tmp_path):
 
 def test_the_last_line_is_the_training_that_comes_next(tmp_path):
     """At the sizes that were judged, without enlarging; held-out pairs apart, with the copy that was aligned; errors
-    come first. The page says it."""
+    and findings come first. The page says it."""
     data = tmp_path / "photos"
-    for name in "abc":
-        add_item(data, name, [(300, 200)] * 2)
-    add_item(tmp_path / "photos_val", "v", [(300, 200)] * 2)
+    for name, image in zip("abcv", photographs(4)):
+        write_pair(tmp_path / "photos_val" if name == "v" else data, name, image, with_something(image))
     result, _ = diagnose(data, tmp_path / "photos_val", out=tmp_path / "out")
-    sizes = "--target_pixels 256x256 --control_pixels 256x256"
+    sizes = "--target_pixels 160x160 --control_pixels 160x160"
     start = "python train.py --model Qwen/Qwen-Image-Edit-2511 --data"
     want = f"{start} {data} --val_data {tmp_path / 'photos_val'} --no-upscale"
     assert result.out.splitlines()[-2:] == ["next:", f"  {want}"]
@@ -249,7 +248,7 @@ def test_the_last_line_is_the_training_that_comes_next(tmp_path):
     result, _ = diagnose(data, *sizes.split(), "--mask", "auto", "--align", tmp_path / "aligned", out=tmp_path / "out",
                          status=1)
     want = f"  {start} {tmp_path / 'aligned'} --mask auto {sizes}"
-    assert result.out.splitlines()[-2:] == ["when the errors are corrected, next:", want]
+    assert result.out.splitlines()[-2:] == ["when what was found is mended, or meant, next:", want]
 
 def test_pairs_are_reported_in_their_order(tmp_path):
     """Though the first take longest, and threads overtake them."""
@@ -293,6 +292,18 @@ def test_masks_by_hand_are_read_as_the_training_reads_them_and_shown(tmp_path):
     got = np.asarray(Image.open(tmp_path / "out/pictures/overview-2-2.jpg"), float)
     target = np.asarray(picture_files.read_image(data / "target/strokes.png"), float)
     assert abs(got[4:28] - target[4:28]).mean() < 4 and abs(got[36:] - target[36:] // 4).mean() < 4
+
+def test_a_mask_beside_the_edit_is_found(tmp_path):
+    """12 of 12 inverted ones, through JPEG, also of a whole picture that is a little lighter; none of the right ones."""
+    for n, image in enumerate(photographs(12)):
+        target = with_something(image)
+        mask = ImageChops.difference(target, image).convert("L").point(lambda level: 255 * (level > 8))
+        for name, own in ((f"right-{n}", mask), (f"wrong-{n}", ImageOps.invert(mask))):
+            lighter = target.point(lambda level: level + 3 * (n % 2)) # in half of the pairs
+            write_pair(tmp_path, name, image, lighter, suffix="jpg")
+            save(own, tmp_path / f"mask/{name}.png")
+    rows, findings = examine(tmp_path)
+    assert {rows[i]["name"] for [i] in findings["other region"]} == {f"wrong-{n}" for n in range(12)}
 
 # ---- pairs that are unlike the others --------------------------------------------------------------------------------
 
@@ -478,7 +489,8 @@ def clear(*edges):
         image = image.convert("RGBA")
         for edge, count in edges:
             w, h = image.size
-            box = dict(left=(0, 0, count, h), right=(w - count, 0, w, h), top=(0, 0, w, count))[edge]
+            box = dict(left=(0, 0, count, h), right=(w - count, 0, w, h), top=(0, 0, w, count),
+                       hole=(w // 2, h // 2, w // 2 + count, h // 2 + count))[edge]
             image.paste((0, 0, 0, 0), box)
         return png(image, path)
     return write
@@ -515,8 +527,9 @@ ONE_SIDE = { # {title: (how the control is written, how the target is, what must
     "target sharpened": (jpeg, SHARPENED, "sharper"), "control sharpened": (SHARPENED, png, "softer"),
     "target a poor WebP": (png, through(poor_webp), "softer"),
     "control a poor WebP": (through(poor_webp), png, "sharper"),
-    "clear columns": (png, clear(("left", 7)), "clear edge"),
-    "clear edges of the control": (clear(("top", 3), ("right", 5)), png, "clear edge"),
+    "clear columns": (png, clear(("left", 7)), "transparent"),
+    "clear edges of the control": (clear(("top", 3), ("right", 5)), png, "transparent"),
+    "a hole in the control": (clear(("hole", 40)), png, "transparent"), # by ComfyUI's mask editor
     "clear on both sides": (clear(("left", 7)), clear(("left", 7)), None),
     "cut out": (png, clear(("left", 90), ("right", 90), ("top", 90)), None),
     # no fault of a program, not even if the control is wide, as a phone's is

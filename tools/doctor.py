@@ -13,10 +13,11 @@ wrong thing:
     lost profile    one of the two has a wide colour profile, the other has its numbers without it
     softer          the target has less fine detail than the control: a blur, a resize, a poor encoding
     sharper         ... or more
-    clear edge      rows or columns at an edge of one of the two are transparent, and are trained as white
+    transparent     one of the two is transparent along an edge, or has a hole: that is trained as white
     other shape     target and control have different aspects, or one has more than twice the other's side
     enlarged        training would enlarge the picture to 1.1 times its sides or more, which teaches blur
     empty mask      a mask by hand that selects nothing or everything
+    other region    the two differ outside of the mask, and hardly in it: it is inverted, or another pair's
     duplicate       the same pair and prompt twice
     other caption   the same pair with another prompt
     other target    the same control and prompt with another target
@@ -51,7 +52,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1") # our own threads use all cores already; numpy reads this when it loads
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageChops
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import library # first, so that no other folder is taken for one of our modules
@@ -66,8 +67,8 @@ from library.data.picture_files import fit_size, mask_is_empty, read_image, read
 from library.data.sample_checks import how_many
 from library.files import disk
 from library.models.hub import MODELS
-from tools.doctor_pairs import (change_of_detail, looks_of, odd_pairs, profile_is_lost, read_side, small_copy,
-                                swapped_pairs)
+from tools.doctor_pairs import (change_by_mask, change_of_detail, looks_of, odd_pairs, profile_is_lost, read_side,
+                                small_copy, swapped_pairs)
 from tools.import_data import places_of, write_sample
 from tools.page_common import (OURS, area_words, card, chapters, detail, link, node, save_page, section, tile, to_jpeg)
 
@@ -75,6 +76,7 @@ from tools.page_common import (OURS, area_words, card, chapters, detail, link, n
 SAME_RMS = 5.0 # root mean square of the difference
 SAME_BLOCK = 9.0 # largest mean difference of a block of 8x8 pixels, so that a small edit counts
 SCALE = 2.0 # other shape: ratio of the two sides (library/data/automatic_mask.py's ASPECT: ratio of the two aspects)
+ELSEWHERE = 2.0 # other region: times the change in the mask
 ENLARGED = 1.1 # ratio of the side in training to the side in the file
 # --align: what counts as repaired
 TURNED = 4.0 # most degrees: tests/test_automatic_mask.py plants up to 3
@@ -87,7 +89,8 @@ SHOWN = 24 # pairs of a section of the page
 KINDS = { # {kind of finding: what it means, and what to do}
     "other picture": "Target and control show different scenes, unlike your other pairs: as a rule one of the two "
     "lists of files has slipped. Put the right ones together.",
-    "mirrored": "The LoRA would learn to mirror. If that is not the edit, turn one of the two.",
+    "mirrored": "The LoRA would learn to mirror, or to turn by 180 degrees. If that is not the edit, turn one of the "
+    "two. A half turn may be a lost EXIF rotation, see \"turned\".",
     "turned": "One of the two has probably lost its EXIF rotation, as in sharp, scikit-image, imageio, torchvision and "
     "img2dataset. Export it again, turned upright.",
     "swapped": "The pair changes the other way round than the others with its prompt. Look at it, and let target and "
@@ -105,13 +108,17 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "low quality. Save it again from its source. All pairs alike: perhaps the edit.",
     "sharper": "The target was probably sharpened, or its control blurred, enlarged, or saved as a WebP or JPEG of low "
     "quality. Save both again from their sources. All pairs alike: perhaps the edit.",
-    "clear edge": "Transparent rows or columns on one side only are trained as a white strip. A program has probably "
-    "moved the picture (align_image_stack, a layer that was shifted). Crop both pictures alike.",
+    "transparent": "What is transparent on one side only is trained as white. At an edge a program has probably moved "
+    "the picture (align_image_stack, a layer that was shifted): crop both pictures alike. A hole is probably a mask "
+    "(of ComfyUI's mask editor): save the picture without transparency, and the mask in mask/.",
     "other shape": "Target and control have different aspects, or one is more than twice as large. That is right if "
     "the edit crops or extends pictures; otherwise crop both alike.",
     "enlarged": "Training would enlarge these pictures, which teaches blur. With --no-upscale they keep their sizes.",
     "empty mask": "The pair is trained as one without a mask. Paint the edited region white on black.",
-    "duplicate": "The pair is there twice, and so it counts twice. Delete one, unless you want that.",
+    "other region": "The pictures differ where the mask is black, and hardly where it is white, which means edited. It "
+    "is probably inverted (as by ComfyUI's InvertMask), or another pair's.",
+    "duplicate": "The pair is there twice, and so it counts twice. Delete one, unless you want that. If one is held "
+    "out, it was trained, too, and its validation says nothing.",
     "other caption": "The same pair has two prompts. That is right if both ask for this target.",
     "other target": "One control and prompt have two targets, and the LoRA would learn their mean. Delete one, or let "
     "the prompts tell them apart.",
@@ -158,12 +165,12 @@ def examine_files(sides):
     """-> {kind of finding: its description} of what the files of a target and its control say, read_side's."""
     findings = {}
     for (name, side), (other_name, of_other) in itertools.permutations(zip(("target", "control"), sides)):
-        (picture, bare, edges), (other, other_bare, other_edges) = side, of_other
+        (picture, bare, clear), (other, other_bare, other_clear) = side, of_other
         if bare is not None and other_bare is None and profile_is_lost(bare, picture, other):
             findings["lost profile"] = f"the {other_name} has the {name}'s numbers without its colour profile"
-        strips = [f"{count} at the {edge}" for edge, count in edges.items() if edge not in other_edges]
-        if strips:
-            findings["clear edge"] = f"{name}, transparent rows or columns: {', '.join(strips)}"
+        parts = [f"{count} pixels {place}" for place, count in clear.items() if place not in other_clear]
+        if parts:
+            findings["transparent"] = f"{name}: {', '.join(parts)}"
     return findings
 
 def find_twins(samples, thumbnails):
@@ -240,8 +247,13 @@ def examine_sample(sample, args):
         dataset.check_shape(sample.mask, picture_files.image_size(sample.mask), size)
         with reserve_pixels([sample.mask]):
             mask = read_mask(sample.mask)
+        _, copies, _ = looks
         if mask_is_empty(mask):
             findings["empty mask"] = "selects nothing, or everything"
+        elif sample.controls:
+            inside, outside = change_by_mask(*copies, mask)
+            if outside > ELSEWHERE * inside + 1: # a level of noise
+                findings["other region"] = f"differs by {inside:.0f} levels in the mask, by {outside:.0f} outside"
     return row, findings, *looks
 
 def find_strangers(samples, found, copies, changes):
@@ -314,6 +326,15 @@ def with_mask(samples, args):
         pictures.append(("edited (dark = not)", edit))
     return pictures
 
+def differences(samples):
+    """-> the pictures of a sample and the same one after --align: where target and control differ."""
+    pictures = []
+    for when, sample in zip(("before", "after"), samples):
+        target = read_image(sample.target)
+        control = read_image(sample.controls[0]).resize(target.size)
+        pictures.append((f"difference {when}", ImageChops.difference(target, control)))
+    return pictures
+
 def show_pairs(folder, title, samples, entries, meaning="", pictures=pictures_of):
     """Writes the pictures of the first entries to FOLDER/pictures, at up to 1024 pixels -> a section of the page, None
     without entries. entries: [(description, indices of samples)]; pictures(samples) -> [(title, picture)]."""
@@ -384,8 +405,8 @@ def repair(sample, folder):
 
 def write_aligned(out, samples, moved):
     """Writes the folder `out`, which appears only when it is complete: all samples, those with an index in `moved`
-    repaired. Prints the result."""
-    left_out, taken = [], set()
+    repaired. Prints the result -> [(index, the repaired sample)]."""
+    left_out, taken, aligned = [], set(), []
     try:
         with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent, ignore_cleanup_errors=True) as tmp:
             folder = Path(tmp, "out")
@@ -396,13 +417,18 @@ def write_aligned(out, samples, moved):
                 repaired = repair(sample, Path(tmp, "repaired")) if i in moved else sample
                 if isinstance(repaired, str):
                     left_out.append(f"{sample.name} ({repaired})")
-                else:
-                    taken |= copy_to(folder, repaired, taken).keys()
+                    continue
+                files = copy_to(folder, repaired, taken)
+                taken |= files.keys()
+                if i in moved:
+                    pair = [out / files[f"{role}/{sample.name}"].relative_to(folder) for role in ("target", "control")]
+                    aligned.append((i, replace(sample, target=pair[0], controls=pair[1:])))
             disk.rename_folder(folder, out)
     except OSError as e:
         raise common.disk_error(f"--align {out}", e)
     tell(f"{out}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
          f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
+    return aligned
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -442,12 +468,20 @@ def perhaps_the_edit(samples, findings):
     pairs = max(sum(bool(sample.controls) for sample in samples), 2)
     return [kind for kind, part in MEANT.items() if len(findings[kind]) > part * pairs]
 
+def mistakes(samples, findings):
+    """-> the kinds of findings that are there, but for what is perhaps the edit, or mended by a flag."""
+    apart = [*perhaps_the_edit(samples, findings), "enlarged"]
+    return [kind for kind, entries in findings.items() if entries and kind not in apart]
+
 def verdict_of(samples, findings):
-    """-> what the page begins with: how many samples have a finding. What is perhaps the edit is counted apart."""
-    perhaps = perhaps_the_edit(samples, findings)
-    lines = [f"{len(findings[kind])} pairs are {kind}. {PERHAPS}" for kind in perhaps]
-    found = {i for kind, entries in findings.items() for _, indices in entries for i in indices if kind not in perhaps}
-    return " ".join([*lines, f"{len(found)} of {len(samples)} have {'another' if perhaps else 'a'} finding."])
+    """-> what the page begins with: how many samples have one of the mistakes. Other findings are counted apart."""
+    lines = [f"{len(findings[kind])} pairs are {kind}. {PERHAPS}" for kind in perhaps_the_edit(samples, findings)]
+    if findings["enlarged"]:
+        lines.append(f"{len(findings['enlarged'])} would be enlarged.")
+    found = set()
+    for kind in mistakes(samples, findings):
+        found |= {i for _, indices in findings[kind] for i in indices}
+    return " ".join([*lines, f"{len(found)} of {len(samples)} have {'another' if lines else 'a'} finding."])
 
 def next_training(args, enlarged):
     """-> the command of the training that comes next, at the sizes that were judged. enlarged: the pictures that are,
@@ -481,18 +515,23 @@ def print_findings(title, rows, findings, verdict):
             tell(line + "; ..." if len(entries) > 8 else line)
     tell(verdict)
 
-def write_page(out, title, verdict, samples, findings, problems, step, args):
-    """Writes index.html. step: what comes next."""
-    perhaps = perhaps_the_edit(samples, findings)
+def write_page(out, title, verdict, samples, findings, problems, aligned, step, args):
+    """Writes index.html. aligned: write_aligned's; step: what comes next."""
     parts = []
-    for kind in sorted(findings, key=lambda kind: kind in perhaps): # what is perhaps the edit comes last
+    if aligned:
+        after = [sample for _, sample in aligned]
+        entries = [(samples[i].name, [i, len(samples) + n]) for n, (i, _) in enumerate(aligned)]
+        parts.append(show_pairs(out, "Aligned", samples + after, entries, pictures=differences))
+    first = mistakes(samples, findings)
+    for kind in sorted(findings, key=lambda kind: kind not in first):
         parts.append(show_pairs(out, kind.capitalize(), samples, findings[kind], KINDS[kind]))
     some = [i for i, sample in enumerate(samples) if sample.mask or args.mask] or range(len(samples))
     some = [(samples[i].name, [i]) for i in some[::math.ceil(len(some) / SHOWN)]] # from all over the dataset
     parts.append(show_pairs(out, "Overview", samples, some, pictures=functools.partial(with_mask, args=args)))
     head = node("header", node("h1", f"Before training: {', '.join(map(dataset.root_name, args.data))}"),
-                node("p", node("b", verdict)), node("p", f"{title}; {SHOWN} at most are shown of a finding."),
-                node("p", step), chapters(parts))
+                node("p", node("b", verdict)), node("p", f"{title}; {SHOWN} at most are shown of a finding. "
+                "Mend the originals and import them again, or replace files in these folders: import_data.py may have "
+                "linked them, so that to change one changes its original."), node("p", step), chapters(parts))
     errors = section("Errors", *[node("p", problem) for problem in problems])
     save_page(out / "index.html", head[0].text, [head, errors, *parts])
     tell(f"{out}: index.html shows the findings; report.json has all samples")
@@ -516,11 +555,13 @@ def main():
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
         title, verdict = how_many(samples), verdict_of(samples, findings)
         print_findings(title, rows, findings, verdict)
+        aligned = []
         if args.align:
-            write_aligned(args.align, samples, {i for _, indices in findings["moved"] for i in indices})
+            aligned = write_aligned(args.align, samples, {i for _, indices in findings["moved"] for i in indices})
         step = next_training(args, findings["enlarged"])
-        write_page(out, title, verdict, samples, findings, problems, f"Next: {step}", args)
-        tell("when the errors are corrected, next:" if problems else "next:", f"  {step}")
+        write_page(out, title, verdict, samples, findings, problems, aligned, f"Next: {step}", args)
+        when = "when what was found is mended, or meant, next:" if problems or mistakes(samples, findings) else "next:"
+        tell(when, f"  {step}")
     sys.exit(1 if problems or not samples else 0)
 
 if __name__ == "__main__":

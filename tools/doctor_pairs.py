@@ -138,18 +138,25 @@ def change_of_detail(target, control):
             return float(np.exp(fine))
     return 1.0
 
+def change_by_mask(target_HW, control_HW, mask):
+    """-> by how many levels small_copy of a target and of its control differ where a mask is white, and where black. Not
+    for a mask that is all white or black."""
+    white_HW = np.asarray(mask.convert("F").resize((SIDE, SIDE), Image.BOX)) / 255
+    change_HW = abs(target_HW.astype(float) - control_HW)
+    return [(change_HW * part_HW).sum() / part_HW.sum() for part_HW in (white_HW, 1 - white_HW)]
+
 # lost profile
 TELLS = 3 # levels by which a profile must change a colour to count
 BARE = 0.5 # of the difference that is left with the profile: without it the two fit better if less is left
 
 def read_side(path):
     """A file -> (picture as read_image returns it; its numbers without its colour profile, as small_copy has them, or
-    None if it has none that changes colours; {edge: pixels that are transparent along it})."""
+    None if it has none that changes colours; clear_parts)."""
     image = picture_files.decode(path, None)
     bare, profile = None, image.info.get("icc_profile")
     if profile and picture_files.find_conversion(profile, image.mode)[0] and image.mode in ("RGB", "RGBA", "CMYK", "L"):
         bare = colours_of(image)
-    return picture_files.to_rgb(image, path), bare, clear_edges(image)
+    return picture_files.to_rgb(image, path), bare, clear_parts(image)
 
 def colours_of(image):
     return np.asarray(image.resize((SIDE, SIDE), Image.BOX).convert("RGB"), float)
@@ -161,17 +168,20 @@ def profile_is_lost(bare, picture, other):
     far, far_bare = [abs(colours - other).max(-1)[tells] for colours in (with_profile, bare)]
     return tells.mean() > 0.01 and np.mean(far_bare < BARE * far) > 0.5
 
-def clear_edges(image):
-    """-> {edge: how many rows or columns there are mostly transparent}; {} for an object that was cut out."""
+def clear_parts(image):
+    """-> {place: pixels that are transparent there}: of an edge, how many rows or columns are; in the middle, how many
+    pixels. {} for an object that was cut out."""
     if not image.has_transparency_data:
         return {}
     clear_HW = np.asarray(image.convert("RGBA").getchannel("A")) < 128
     h, w = clear_HW.shape
-    if clear_HW[h // 8:-(h // 8), w // 8:-(w // 8)].any():
-        return {}
     edges = {"top": clear_HW, "bottom": clear_HW[::-1], "left": clear_HW.T, "right": clear_HW.T[::-1]}
-    counts = {edge: int(np.argmin(lines.mean(1) > 0.5)) for edge, lines in edges.items()}
-    return {edge: count for edge, count in counts.items() if count}
+    counts = {f"at the {edge}": int(np.argmin(lines.mean(1) > 0.5)) for edge, lines in edges.items()}
+    counts = {place: count for place, count in counts.items() if count}
+    hole = int(clear_HW[h // 8:-(h // 8), w // 8:-(w // 8)].sum())
+    if not hole:
+        return counts
+    return {} if counts else {"in the middle": hole}
 
 # ---- swapped: target and control changed places ----------------------------------------------------------------------
 
