@@ -161,7 +161,7 @@ def read_row(row, folder):
         raise ValueError("no prompts, no encodings or no texts")
     for encoding in sample.encodings:
         shapes = encoding["img_shapes"]
-        if not len(shapes) == len(sample.sizes) == max(len(pictures), 1):
+        if not len(shapes) == len(sample.sizes) == (len(pictures) or len(shapes)): # (an imported cache names none)
             raise ValueError(f"{len(shapes)} img_shapes, {len(sample.sizes)} sizes and {len(pictures)} pictures")
         if any(h * w > MAX_TOKENS for _, h, w in shapes):
             raise ValueError("a picture is too large")

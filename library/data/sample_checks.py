@@ -25,7 +25,7 @@ def describe(samples, val_samples):
         lines.append(f"--mask auto looks for the edit in {auto} pairs; tools/doctor.py DATA --mask auto shows what it "
                      "finds")
     # by the hashes of files, as a copy may have another name
-    trained = {s.contents.get(s.target) for s in samples}
+    trained = {s.contents.get(s.target) for s in samples} - {None} # (an imported cache names no pictures)
     shared = [s.name for s in val_samples if s.contents.get(s.target) in trained]
     if shared:
         lines.append(f"warning: {len(shared)} of {len(val_samples)} samples of --val_data have targets that are also "
