@@ -223,11 +223,11 @@ def test_a_negative_number_may_have_an_exponent(here, tmp_path):
     result = run_script("predict.py", *flags, "--scales", "-inf")
     assert result.status == 2 and is_one_line(*result.errors, "--scales", "out of range")
 
-def test_a_list_that_is_a_pipe_is_to_be_saved(tmp_path):
+def test_a_list_that_is_a_pipe_is_one_line(tmp_path):
     for flags in (["predict.py", "--jobs"], ["train.py", "--data"]):
         read, write = os.pipe()
         result = run_script(*flags, f"/dev/fd/{read}")
-        assert result.status == 1 and is_one_line(*result.errors, "is a pipe", "save its lines as a file"), result.err
+        assert result.status == 1 and is_one_line(*result.errors, "is no dataset; want"), result.err
         os.close(read), os.close(write)
 
 # ---- the code is an input --------------------------------------------------------------------------------------------
