@@ -116,7 +116,7 @@ def read_flags():
         args.out_dir = args.out.parent
     dataset.refuse_missing_input(args)
     # hashed before Python reads most of it, in the ten seconds in which an editor may save it
-    args.code = result_files.drawing_hash(__file__, args)
+    args.code = result_files.drawing_hash(__file__)
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
@@ -588,8 +588,7 @@ def generate(args, pipe, transformer_folder, transformer_file, loras, pictures, 
             # saved as soon as it is decoded: a kill costs the pictures at work, and no others
             picture = chosen[i]
             try:
-                result_files.refuse_not_finite(picture.path, broken, strengths,
-                                               picture.settings.true_cfg_scale, args.dtype)
+                result_files.refuse_not_finite(picture.path, broken)
                 save_png(image, picture.path, picture.key, picture.about(args.jobs))
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # NaN, or a full disk: other pictures may be good
@@ -625,7 +624,7 @@ def main(args):
     models = common.on_first_process(lambda: dict(zip(parts, map(hash_part, parts.values()))))
 
     def refuse_replaced(): # on each process, where the same files may lie elsewhere. (LoRAs are in memory, not mapped)
-        if result_files.drawing_hash(__file__, args) != args.code:
+        if result_files.drawing_hash(__file__) != args.code:
             raise InputError("predict.py: the code that draws has changed since this command began; run it again")
         cache.refuse_changed_parts(parts.values(), models.values(), args.cache_dir)
 
@@ -641,7 +640,7 @@ def main(args):
     pictures = plan_pictures(requests, args, models, lora_hashes)
 
     def find_finished():
-        result_files.refuse_names(pictures, inputs, args.jobs or "--image", result_files.longest_name(args.out_dir))
+        result_files.refuse_names(pictures, inputs, args.jobs or "--image")
         return {p.path for p in pictures if is_finished(p.path, p.key)}
 
     # only the first process looks, as another one may have begun to write by the time that the next one looks

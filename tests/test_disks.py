@@ -23,7 +23,7 @@ from training import resume, run_folder
 import predict
 from tests.harness import (add_item, assert_bitwise, assert_checkpoints_whole, assert_same_run, damage_tensors,
                            is_one_line, killed_runs, lora_of, paint_picture, refused, run_script, save, steps_of,
-                           validations_of, works)
+                           works)
 from tests.places.bad_disk import BUCKET, bad_disk, on
 
 def count(line, result):
@@ -171,17 +171,6 @@ def test_room_for_a_checkpoint_is_asked_before_anything_slow(tmp_path, small, no
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
     run_folder.check_room(tmp_path, 10**6, 2)
 
-def test_pictures_of_long_names_are_cut_where_a_disk_takes_short_ones(tmp_path, small):
-    """As predict.py cuts them: two that begin alike have a file each, and the log names it."""
-    for n in range(2):
-        add_item(tmp_path / "data", f"{'x' * 190}{n}")
-    with bad_disk(tmp_path / "run", dict(name=errno.ENAMETOOLONG)):
-        result = run_script("train.py", *small.flags, "--cache_dir", tmp_path / "c", "--val_data", tmp_path / "data",
-                            "--max_steps", 1, "--num_inference_steps", 2, "--out_dir", tmp_path / "run")
-    assert result.status == 0 and "warning: the validation" not in result.err, result.err
-    files = [picture["file"] for picture in validations_of(tmp_path / "run")[0]["pictures"]]
-    drawn = [(tmp_path / "run/samples/step_000001" / file).exists() for file in set(files)]
-    assert drawn == [True, True]
 
 def renaming_tools(small, two_loras, folder):
     """-> the calls of the tools that rename a folder to folder/x at their end."""
@@ -269,8 +258,6 @@ def test_what_prune_cannot_delete_is_one_line(tmp_path, small):
         result = run_script("tools/prune.py", folder, "--delete")
     assert result.status == 1 and is_one_line(result.errors[0], folder, "cannot be deleted"), result.err
 
-# ---- locks -----------------------------------------------------------------------------------------------------------
-
 # ---- a cache that cannot be written ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES], ids=os.strerror)
@@ -304,16 +291,3 @@ def test_pictures_are_drawn_from_a_cache_on_a_read_only_disk(tmp_path):
         result = run_script("predict.py", *flags, "--seed", 1, "--out", tmp_path / "o/b.png")
     assert result.status == 0 and count("serves only if it is complete", result) == 1, result.err
     assert (tmp_path / "o/b.png").exists()
-
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-def test_a_long_name_is_cut_to_what_the_disk_takes(tmp_path):
-    """eCryptfs takes 143 bytes. A name that the user gives is refused."""
-    photo = save(paint_picture(), tmp_path / "in" / f"{'a' * 200}.png")
-    (tmp_path / "o").mkdir()
-    flags = ["--image", photo, "--prompt", "x", "--num_inference_steps", 2, "--cache_dir", tmp_path / "c", "--lora="]
-    with bad_disk(tmp_path / "o", dict(name=errno.ENAMETOOLONG)):
-        assert run_script("predict.py", *flags, "--out_dir", tmp_path / "o").status == 0
-        result = run_script("predict.py", *flags, "--out", tmp_path / "o" / f"{'b' * 200}.png")
-    assert len(list(tmp_path.glob("o/aaa*.png"))) == 1
-    assert result.status == 1 and is_one_line(result.errors[0], "too long for a file"), result.err

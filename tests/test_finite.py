@@ -15,7 +15,6 @@ from PIL import Image
 import cache
 import common
 from library.files import tensor_files
-from library.results import result_files
 from training import best_step, validation
 import predict
 import rope_patch
@@ -41,7 +40,7 @@ def test_a_picture_of_nan_is_an_error_line_and_no_file_and_the_others_are_drawn(
         result = draw(*flags)
         assert result.status == 1 and len(result.errors) == 1, result.err
         assert is_one_line(result.errors[0], tmp_path / "o/0-x1-", "transformer", "--lora_scale", "--scales 0")
-        assert "float16" not in result.errors[0] and "there already" not in result.errors[0]
+        assert "there already" not in result.errors[0]
         assert [*results_of(tmp_path / "o")] == ["0-x0"]
     assert "1 of 2 pictures are there already" in result.out
     base = draw(*flags[:4], "--lora", "", "--out", tmp_path / "base.png", "--cache_dir", tmp_path / "c")
@@ -59,8 +58,7 @@ def test_one_of_several_loras_that_is_at_0_cannot_overflow(tmp_path, photos, two
     assert np.array_equal(*[np.asarray(Image.open(tmp_path / name)) for name in ("a.png", "b.png")])
 
 @pytest.mark.parametrize("model", ["transformer", "VAE"])
-def test_the_line_names_the_model_that_computed_it_and_no_lora_where_there_is_none(tmp_path, photos, monkeypatch,
-                                                                                   model):
+def test_the_line_names_the_model_that_computed_it(tmp_path, photos, monkeypatch, model):
     """One sample of two: the other is drawn."""
     owner, name = dict(transformer=(predict, "denoise"), VAE=(AutoencoderKLQwenImage, "decode"))[model]
     real, calls = getattr(owner, name), []
@@ -80,7 +78,6 @@ def test_the_line_names_the_model_that_computed_it_and_no_lora_where_there_is_no
     assert result.status == 1 and len(drawn) == 1 and len(result.errors) == 1, result.err
     lost, = {path.name for path in photos[:2]} - drawn
     assert is_one_line(result.errors[0], tmp_path / "o" / lost, f"what the {model} computed")
-    assert "LoRA" not in result.errors[0] and "lora" not in result.errors[0]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str)
 def test_one_number_that_is_not_finite_is_found_wherever_it_stands(dtype):
@@ -108,24 +105,14 @@ def test_one_latent_that_is_not_finite_is_the_transformer_s(dtype, tiled):
         spoiled[place] = bad
         assert predict.decode(vae, spoiled, [(1, 4, 6)]) == (None, "transformer")
 
-def test_float16_and_a_large_cfg_scale_are_named_where_they_are_at_work():
-    assert "bfloat16 or float32" in result_files.cause_of("VAE", "", 4.0, "float16")
-    assert "--true_cfg_scale 1e+06" in result_files.cause_of("transformer", "", 1e6, "float32")
-    assert "cfg" not in result_files.cause_of("transformer", "lower it", 4.0, "bfloat16")
-
-@pytest.mark.parametrize("names, flags, words, others", [
-    (["lora"], {}, ["with the trained LoRA (1.png)", "lower --lr"], ["damaged", "--sample_lora", "--true_cfg_scale"]),
-    (["lora"], dict(cfg=99), ["with the trained LoRA", "lower --lr) or --true_cfg_scale 99"], ["damaged"]),
-    (["lora", "base"], {}, ["of the base (0.png)", "damaged weights of the transformer"], ["LoRA", "--lr"]),
-    (["lora", "base"], dict(sample_lora=["x"]), ["of the base", "leave --sample_lora out"], ["damaged", "--lr"]),
-    (["lora", "vae"], dict(sample_lora=["x"], cfg=99), ["for the vae", "damaged weights of the VAE"],
-     ["--sample_lora", "--lr", "--true_cfg_scale"])], ids=str)
-def test_a_validation_s_line_names_the_suspects_that_are_at_work(names, flags, words, others):
-    """Of several pictures it names one that the training cannot have spoilt, as its cause is not the LoRA."""
+@pytest.mark.parametrize("names, words", [
+    (["lora"], "transformer computed with the trained LoRA (1.png)"), (["lora", "base"], "of the base (0.png)"),
+    (["lora", "vae"], "VAE computed for the vae")], ids=str)
+def test_a_validation_s_line_names_a_picture_that_is_lost(names, words):
+    """Of several pictures one that the training cannot have spoilt, as its cause is not the LoRA."""
     lost = [(name, "VAE" if name == "vae" else "transformer", f"{name != 'base':d}.png") for name in names]
-    line = validation.why_validation_not_finite(lost, **dict(sample_lora=[], cfg=4.0) | flags)
-    assert line.startswith("warning: ") and "\n" not in line
-    assert all(word in line for word in words) and not any(word in line for word in others), line
+    line = validation.why_validation_not_finite(lost)
+    assert is_one_line(f"error: {line}", words, "lower --lr", "--sample_lora"), line
 
 @pytest.mark.parametrize("name", ["control_latent", "prompt_embed"])
 def test_nan_in_an_encoded_file_is_encoded_again(tmp_path, photos, name):

@@ -273,7 +273,6 @@ BAD_FIELDS = { # place in an index, * is the first one: values that cache.py wou
     "samples": [{"a": 1}, [], [5], 5], "models": [[1]], "version": [None]}
 OTHER_INDEXES = {
     "no name": lambda index: index["samples"][0].pop("name"),
-    "a text twice": lambda index: index["samples"][0]["texts"].append(index["samples"][0]["texts"][0]),
     "many uses": lambda index: index.update(samples=[index["samples"][0] | dict(repeats=10_000)] * 1001)}
 
 def key_of(inner, word):

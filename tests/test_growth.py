@@ -100,7 +100,8 @@ def test_an_index_is_written_and_read_in_near_linear_time(starts, tmp_path, caps
         samples, old = starts[n].samples, starts[n].index
         new = old.with_name("new.json")
         new.unlink(missing_ok=True)
-        index_file.write_index(new, samples, dict(target_pixels=["native"]), {})
+        geometry = dict(target_pixels=["native"], control_pixels="native", upscale=True)
+        index_file.write_index(new, samples, geometry, {})
     assert_near_linear("write_index", lambda: write(FEW), lambda: write(MANY), capsys)
     few, many = [lambda n=n: index_file.read_index(starts[n].index) for n in (FEW, MANY)]
     assert_near_linear("read_index", few, many, capsys)

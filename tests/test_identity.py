@@ -148,10 +148,12 @@ def test_captions_and_pairs_that_changed_since_an_index_was_made_are_counted(tmp
     assert not told()
     (data / "target/cat.txt").write_text("another", "utf-8")
     add_item(data, "new")
-    assert "1 captions were edited, 1 pairs are new, or had been left out; it trains" in told()[0]
+    assert "2 samples or pictures are new, edited or gone since it was made, for instance cat; it" in told()[0]
     for path in data.glob("*/good*"):
         path.unlink()
-    assert "1 captions were edited, 1 pairs are new, or had been left out, 1 pairs are gone; it trains" in told()[0]
+    assert "3 samples or pictures are new" in told()[0]
+    save(paint_picture(seed=9), data / "target/cat.png")
+    assert "4 samples or pictures are new" in told()[0]
     shutil.rmtree(data) # the index may be used where its pictures are not
     assert not told()
 

@@ -1,6 +1,6 @@
 """
-What a NAS, a system or a program leaves in a folder is neither trained nor an error, wherever a folder is read, and one
-line counts it; what is only in a cloud, or was not fetched by git, is named.
+What a NAS, a system or a program leaves in a folder is neither trained nor an error, wherever a folder is read; what
+git has not fetched is named.
 """
 import json
 import shutil
@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 import common
-from library.data import dataset, picture_files
+from library.data import dataset
 from library.files import stray_files
-from tests.harness import add_item, is_one_line, paint_picture, refused, run_script, save
+from tests.harness import add_item, is_one_line, paint_picture, run_script, save
 
 # {who: folders, each of which holds a thumbnail or a deleted picture; files}
 LEFT = {
@@ -26,13 +26,11 @@ LEFT = {
                                          ".syncthing.cat.png.tmp .owncloudsync.log ._sync_1.db ~syncthing~a.png.tmp"),
     "programs for photographs": (".BridgeCache .picasaoriginals Previews.lrdata", ".picasa.ini cat.xmp"),
     "programmers": (".git __pycache__ .ipynb_checkpoints", ".cat.png.swp .#cat.txt")}
-SECOND = ("cat.sync-conflict-20260101-120000-ABCDEFG.png", "cat (Eve's conflicted copy 2026-01-01).png",
-          "cat_conflict-20240101-120000.png")
 # what a person may call things
 MINE = "backup recycler Recycler found.001 Recycle Originals thumbs trash cat@home #1 (copy)".split()
 
 def put_left(folder, who):
-    """It leaves these in a folder -> how many things they are."""
+    """It leaves these in a folder."""
     folders, files = [names.split(" ") if names else [] for names in LEFT[who]]
     for name in folders:
         save(paint_picture(seed=7), folder / name / "cat.png")
@@ -40,7 +38,6 @@ def put_left(folder, who):
         (folder / name / "cat.txt").write_text("a thumbnail", encoding="utf-8")
     for name in files:
         save(paint_picture(seed=9), folder / name, format="PNG")
-    return len(folders + files)
 
 def summary(samples):
     """What is trained: names, prompts and the bytes of each picture."""
@@ -50,57 +47,46 @@ def summary(samples):
         rows.append((sample.name, sample.prompts, [common.file_hash(path) for path in files]))
     return sorted(rows)
 
-def count_of(line):
-    return int(line.split("everywhere: ")[1].split()[0])
-
-def told(result):
-    return [line for line in (result.out + result.err).splitlines() if "passed over" in line]
-
 def pairs(folder, number=4):
     for n in range(number):
         add_item(folder, f"sub/pair{n}" if n % 2 else f"pair{n}")
     return folder
 
 @pytest.mark.parametrize("who", LEFT)
-def test_what_systems_leave_in_a_dataset_is_counted_once_and_not_trained(tmp_path, monkeypatch, who):
-    """Beside target/ too, where an unknown folder is an error, and in each folder below."""
+def test_what_systems_leave_in_a_dataset_is_not_trained(tmp_path, monkeypatch, who):
+    """Beside target/ too, where an unknown folder is an error, and in each folder below. A person's own names are."""
     data = pairs(tmp_path / "data")
-    want, lines = summary(dataset.read_dataset(data)[0]), []
-    number = sum(put_left(folder, who) for folder in (data, data / "target", data / "control/sub"))
-    monkeypatch.setattr(common, "warn_once", lines.append)
+    for name in MINE:
+        add_item(data, f"{name}/{name}")
+    want = summary(dataset.read_dataset(data)[0])
+    for folder in (data, data / "target", data / "control/sub"):
+        put_left(folder, who)
+    monkeypatch.setattr(common, "warn_once", pytest.fail)
     samples, problems = dataset.read_dataset(data)
-    assert summary(samples) == want and len(want) == 4 and not problems
-    [line] = lines
-    assert count_of(line) == number and str(data) in line
+    assert summary(samples) == want and len(want) == 4 + len(MINE) and not problems
 
 @pytest.mark.parametrize("who", LEFT)
 def test_import_data_takes_no_thumbnail_and_no_bin_for_a_pair(tmp_path, who):
-    """Found by names or named, with two halves, which share no picture; a line counts what was left, of each folder
-    that was named."""
+    """Found by names or named, with two halves, which share no picture."""
     source = pairs(tmp_path / "data")
-    number = sum(put_left(folder, who) for folder in (source / "target", source / "control/sub"))
-    beside = put_left(source, who)
+    for folder in (source, source / "target", source / "control/sub"):
+        put_left(folder, who)
     named = ["--target", source / "target", "--control", source / "control"]
-    for n, (words, left) in enumerate((([source], number + beside), (named, number))):
-        places = [tmp_path / f"out{n}", tmp_path / f"out{n}_val"]
-        at = 1 if words == [source] else 0
-        result = run_script("tools/import_data.py", *words[:at], places[0], *words[at:], "--hold_out", 2)
-        assert result.status == 0, result.err
-        halves = [summary(dataset.read_dataset(place)[0]) for place in places]
+    for n, words in enumerate(([source, tmp_path / "out0"], [tmp_path / "out1", *named])):
+        result = run_script("tools/import_data.py", *words, "--hold_out", 2)
+        assert result.status == 0 and "not used" not in result.out + result.err, result.err
+        halves = [summary(dataset.read_dataset(tmp_path / f"out{n}{end}")[0]) for end in ("", "_val")]
         assert list(map(len, halves)) == [2, 2]
         first, second = [{content for _, _, files in half for content in files} for half in halves]
         assert first.isdisjoint(second)
-        lines = told(result)
-        assert len(lines) == (1 if words == [source] else 2) and sum(map(count_of, lines)) == left
 
 def test_junk_beside_a_tables_pictures_a_table_and_a_configuration_is_passed_over(tmp_path):
-    """AppleDouble files have the name of a table, and a second version of one would be another table."""
+    """AppleDouble files have the name of a table."""
     source = tmp_path / "source"
     for name in "ab":
         save(paint_picture(seed=ord(name)), source / "images" / f"{name}.png")
     row = json.dumps(dict(target="images/a.png", control="images/b.png", prompt="go"))
-    for name in ("metadata.jsonl", "metadata.sync-conflict-20260101-120000-ABCDEFG.jsonl"):
-        (source / name).write_text(row, encoding="utf-8")
+    (source / "metadata.jsonl").write_text(row, encoding="utf-8")
     for name in ("._metadata.jsonl", "._train.parquet", "._x.safetensors"):
         (source / name).write_bytes(b"\0\5\x16\7")
     for who in LEFT:
@@ -121,19 +107,6 @@ def test_a_folder_of_pictures_to_edit_holds_no_junk(tmp_path):
     flags = type("Flags", (), dict(jobs=None, image=[folder], prompt="go", out_dir=tmp_path / "out"))
     samples, problems = dataset.read_samples(flags)
     assert [sample.name for sample in samples] == ["a"] and not problems
-
-def test_a_second_version_is_named_and_a_persons_own_names_are_trained(tmp_path, monkeypatch):
-    """What looks like a conflict is not silent, as it may be the better one."""
-    data, lines = tmp_path / "data", []
-    for name in MINE:
-        add_item(data, f"{name}/{name}")
-    for name in SECOND:
-        save(paint_picture(seed=3), data / "target" / name)
-    monkeypatch.setattr(common, "warn_once", lines.append)
-    samples, problems = dataset.read_dataset(data)
-    assert {sample.name for sample in samples} == {f"{name}/{name}" for name in MINE} and not problems
-    [line] = lines
-    assert "3 files are not used" in line and all(name in line for name in SECOND[:2])
 
 POINTERS = ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
             "/annex/objects/MD5E-s1--1.png\n")
@@ -164,16 +137,6 @@ def test_the_table_knows_any_case_and_no_name_of_a_person():
     for name in (*MINE, ".", "..", "cat.png", "icon", "Icon.png", "thumbs.png", "recycler.png", "@cat.png", "#2.png",
                  "snapshot", "tmp", "Thumbs.db.png"):
         assert not stray_files.is_junk(name), name
-
-def test_the_line_names_eight_things_that_were_passed_over(tmp_path, monkeypatch):
-    """So that a person sees if one was his."""
-    data, lines = pairs(tmp_path / "data"), []
-    names = ["#snapshot", ".0", ".00", ".git", ".mine", "@eaDir", "Thumbs.db", "lost+found", "~syncthing~a"]
-    for name in names:
-        (data / "target" / name).write_bytes(b"")
-    monkeypatch.setattr(common, "warn_once", lines.append)
-    dataset.read_dataset(data)
-    assert f"9 ({', '.join(names[:8])}, ...)" in lines[0]
 
 def test_a_source_without_folders_that_are_known_is_told_by_what_is_not_junk(tmp_path):
     """A NAS' own folders come first by their names, and would hide a person's."""

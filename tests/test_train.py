@@ -289,8 +289,6 @@ WARNINGS = { # flags of a training on pairs of 64x64, or of two shapes -> what i
     "--negative_prompt ugly --true_cfg_scale 2": None,
     "--sample_every 1": "--sample_every: nothing will be generated", "--max_tokens 9": "--max_tokens 9: cat has ",
     "--mask_foreground_weight 5": "there is no mask", "--mask auto --mask_foreground_weight 5": None,
-    "--warmup_steps 2": "--warmup_steps 2: the run has 2 steps", "--warmup_steps 1": None,
-    "--warmup_steps 8": "only rises, to 1.3e-03 in the last",
     "--optimizer tests.test_averages.ScheduleFreeSGD": "--lr_scheduler cosine: tests.test_averages.Schedul",
     "--optimizer tests.test_averages.ScheduleFreeSGD --lr_scheduler constant": None,
     "--preserve 0.5": None}

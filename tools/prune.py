@@ -32,11 +32,6 @@ def main():
     args = parser.parse_args()
     if not (args.cache_dir / "latents").is_dir():
         meant = "give cache.py's --cache_dir" if args.cache_dir.exists() else stray_files.near_path(args.cache_dir)
-        if (args.cache_dir / "log.jsonl").exists():
-            meant += ". a run's checkpoints are yours to delete; train.py --keep N keeps fewer"
-        elif (args.cache_dir.parent / "log.jsonl").exists():
-            delete = common.shell_command(["rm", "-r", args.cache_dir])
-            meant += f". a run's checkpoint: {delete}; train.py --keep N keeps fewer"
         raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; {meant}")
     import cache # takes seconds; a slip does not need it
     lists, plans = [list(args.cache_dir.glob(pattern)) for pattern in ("*.json", ".planned-*")]

@@ -18,7 +18,7 @@ import common
 import predict
 from common import InputError, content_key, tell
 from library.results import contact_sheets, result_files
-from library.results.result_files import cause_of, picture_stem
+from library.results.result_files import picture_stem
 from training import best_step
 
 # ---- which pictures, and how good is one? ----------------------------------------------------------------------------
@@ -59,7 +59,6 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             self.vae = encoders.vae
         else:
             self.vae = cache.load_vae(model_folder / "vae", args.dtype)
-        self.most = result_files.longest_name(out_dir)
         # the files that this process has saved of the pictures that are the same in each validation
         self.saved = set()
 
@@ -144,8 +143,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with. Each process saves
         # that once: what an earlier one has saved may be of another --val_data, or generated with other flags
         file = Path(f"{picture_stem(sample)}.png")
-        if len(os.fsencode(file)) > self.most:
-            file = result_files.beside(file, f"-{place}.png", self.most) # of what begins alike each has its own
+        if len(os.fsencode(file)) > result_files.MOST_BYTES:
+            file = result_files.beside(file, f"-{place}.png") # of what begins alike each has its own
         file = f"{sample.root}/{file}"
         for name, image in shown.items():
             path = self.out_dir / "samples" / (f"step_{step:06d}" if name == "lora" else name) / file
@@ -162,7 +161,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for _, record in rows:
             lost += [(name, model, record["file"]) for name, model in record.pop("lost").items()]
         if lost:
-            tell(why_validation_not_finite(lost, self.args.sample_lora, self.flags["true_cfg_scale"]))
+            tell(why_validation_not_finite(lost))
             rows = []
         for place, record in rows:
             sample = self.samples[place]
@@ -182,7 +181,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             sheets = contact_sheets.validation_sheets(folder, step, records)
             tell(f"{folder}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
         for name, image in sheets.items():
-            path = result_files.beside(folder / f"step_{step:06d}_{name}.png", ".png", self.most)
+            path = result_files.beside(folder / f"step_{step:06d}_{name}.png", ".png")
             predict.save_png(image, path)
         # with the flags of sampling, which --resume may have changed
         means = {name: dict(zip(best_step.KINDS, np.mean(psnrs, 0).tolist())) for name, psnrs in groups.items()}
@@ -206,13 +205,11 @@ def loss_line(step, loss):
             "too, start a new run with a lower --lr")
 
 
-def why_validation_not_finite(lost, sample_lora, cfg):
+def why_validation_not_finite(lost):
     """-> a warning that names pictures of a validation that are lost, and what may help. lost: [("control", "base",
-    "lora", "vae" or "target", the model that computed NaN or Inf, the picture's file)]. sample_lora, cfg: the flags
-    --sample_lora and --true_cfg_scale."""
+    "lora", "vae" or "target", the model that computed NaN or Inf, the picture's file)]."""
     name, model, file = max(lost, key=lambda row: row[0] != "lora") # one that the training did not spoil, if any
-    drawn = dict(lora=("with the trained LoRA", "if that stays so, start a new run with a lower --lr", cfg),
-                 base=("of the base", sample_lora and "leave --sample_lora out", cfg))
-    whose, lora, cfg = drawn.get(name, (f"for the {name}", "", 1))
+    whose = dict(lora="with the trained LoRA", base="of the base").get(name, f"for the {name}")
     return (f"warning: NaN or Inf in {len(lost)} pictures, for instance in what the {model} computed {whose} ({file}); "
-            f"no PSNR of this validation is computed or ranked; the cause may be {cause_of(model, lora, cfg)}")
+            "no PSNR of this validation is computed or ranked; if that stays so, start a new run with a lower --lr or "
+            "--true_cfg_scale, or without --sample_lora")

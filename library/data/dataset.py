@@ -30,7 +30,7 @@ from common import (InputError, LONG_TEXT, collect_errors, error_line, file_hash
 from library.cli.command_line import SAMPLE_FLAGS, check_text, is_index, is_visible, noise_level, png_name, seed_number
 from library.data import picture_files, stat_cache
 from library.data.picture_files import image_size, mask_is_empty, open_image, read_mask, reserve_pixels
-from library.files import stray_files, tensor_files
+from library.files import stray_files
 from library.files.stray_files import find_files, near_path, read_text, refuse_outside
 
 MOST_CONTROLS = 99 # of a sample
@@ -114,25 +114,16 @@ def no_dataset(root):
     for place in (root, root / "metadata.jsonl"):
         if why := stray_files.why_gone(place):
             return f"{place}: {why}"
-    if re.match("[a-z0-9]+:/", str(root)): # which Path has made of ://
-        return f"{root}: an address; copy what is there into a folder here"
     if not root.exists():
         return f"{root}: does not exist; {near_path(root)}"
-    if not (root.is_file() or root.is_dir()): # bash's <(...), which names no folder, and can be read only once
-        return f"{root}: is a pipe or a device; save its lines as a file, in the folder where their paths begin"
-    if root.suffix.lower() in (".yaml", ".yml", ".toml"):
-        command = common.shell_command(["python", "tools/import_data.py", root, "OUT"])
-        return f"{root}: another trainer's configuration; first {command}"
-    what = "is a picture" if stray_files.KINDS.get(root.suffix.lower()) in ("picture", "other") else "is no dataset"
     for folder in (root, *root.parents):
         if any(folder.name in role.folders for role in ROLES.values()) and is_dataset(folder.parent):
-            return f"{root}: {what}; give {common.shell_command([folder.parent])}"
-    names = [path.name for path in stray_files.listed(root, "*")]
-    holds = f"; it holds {', '.join(names[:5]) or 'nothing'}" if root.is_dir() else ""
-    # nearly a folder of a dataset, such as Targets or controls
-    near = {name: name.lower().rstrip("s") for name in names}
-    renames = [f"rename {name} to {role}" for name, role in near.items() if role in ROLES and role != name]
-    return f"{root}: {what}{holds}; {renames[0] if renames else LAYOUT}"
+            return f"{root}: is no dataset; give {common.shell_command([folder.parent])}"
+    holds = "" # a file, a pipe, a device
+    if root.is_dir():
+        names = [path.name for path in stray_files.listed(root, "*")]
+        holds = f"; it holds {', '.join(names[:5]) or 'nothing'}"
+    return f"{root}: is no dataset{holds}; {LAYOUT}"
 
 def is_dataset(folder):
     """Whether it has a folder of targets with a picture in it."""
@@ -395,7 +386,6 @@ def find_picture(manifest, where, anywhere, name):
     """A manifest's path -> file. A dataset's stays in its folder, also after following links; with `anywhere` it may be
     any file."""
     folder = manifest.parent
-    why = None
     with contextlib.suppress(Exception): # `name` may be a number, hold NUL, or lead through links in a circle
         file = stray_files.on_disk(os.path.normpath(folder / name))
         if anywhere and file.is_file():
@@ -405,11 +395,6 @@ def find_picture(manifest, where, anywhere, name):
         if ".." not in file.relative_to(folder).parts:
             if file.is_file() and is_inside(file, folder):
                 return file
-            why = stray_files.why_gone(file)
-            if file.is_file():
-                why = f"a link that leads out of {folder}; if you trust it, make a copy without links: cp -rL"
-    if why:
-        raise InputError(f"{where}: {name!r:.200}: {why}")
     raise InputError(f"{where}: {name!r:.200} is no file; paths begin at {folder}, and a dataset's must stay inside "
                      "it, also after links (cp -rL makes a copy without links)")
 
@@ -428,7 +413,7 @@ def read_samples(args):
         sample = make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])
         for path in args.image:
             if not os.path.lexists(path):
-                raise InputError(f"{path}: {stray_files.why_gone(path) or stray_files.no_picture(path)}")
+                raise InputError(f"{path}: no file of that name; {near_path(path)}")
         return [sample], []
     if is_dataset(folder):
         raise InputError(f"--image {folder}: a dataset, with its targets; give {folder / 'control'}, or --jobs "
@@ -453,12 +438,10 @@ def read_samples(args):
     return samples, problems
 
 def refuse_missing_input(args):
-    """Ends the script if nothing of what the flags ask for can be drawn: no picture can be read, no line is right; or
-    if a LoRA is of another model. (Of several processes none looks: the first one says it later.)"""
+    """Ends the script if nothing of what the flags ask for can be drawn: no picture can be read, no line is right. (Of
+    several processes none looks: the first one says it later.)"""
     if world() > 1:
         return
-    for file in args.lora:
-        tensor_files.refuse_family(file)
     samples, problems = read_samples(args)
     facts_of, _ = remember_facts([replace(sample, overlays={}) for sample in samples], args.cache_dir)
     good = 0

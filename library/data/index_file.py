@@ -11,16 +11,15 @@ passed on, and the picture with it.
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import sys
 from pathlib import Path
 
 import common
-from common import InputError, LONG_TEXT, MAX_PIXELS, NAME_BYTES, tell
+from common import InputError, LONG_TEXT, MAX_PIXELS, tell
 from library.data import dataset
-from library.data.dataset import MAX_TOKENS, MOST_CONTROLS, Planned, overlay_roles
+from library.data.dataset import MAX_TOKENS, Planned, overlay_roles
 from library.files import stray_files, tensor_files
 from library.files.tensor_files import VERSION
 
@@ -70,7 +69,8 @@ def read_index(path):
         index = json.loads(text)
         if index["version"] != VERSION or not index["samples"]:
             raise ValueError(f"version {index['version']!r:.20}, {len(index['samples'])} samples")
-        check_fields(index, dict(geometry=(is_geometry,), models=(is_text_dict,), roots=(is_list, is_path)))
+        if not fits(index, INDEX) or not index["geometry"]["target_pixels"]:
+            raise ValueError("a field that cache.py would not write")
         samples = []
         for n, row in enumerate(index["samples"], 1):
             try:
@@ -89,135 +89,82 @@ def read_index(path):
     return samples, index["geometry"], index["models"], index["roots"]
 
 
-# ---- what a field may hold: predicates of anything that JSON can hold -----------------------------------------------
+# ---- what a field may hold -------------------------------------------------------------------------------------------
+
+def fits(value, form):
+    """Whether a value of JSON has this form: a type; a range, for a whole number; a pattern, for the bytes of a text;
+    {name: its form}; [the form of each item], or of several forms a row of these; (one form, or another)."""
+    if isinstance(form, tuple):
+        return any(fits(value, one) for one in form)
+    if isinstance(form, range):
+        return type(value) is int and value in form # True is no number here
+    if isinstance(form, re.Pattern):
+        return isinstance(value, str) and bool(form.fullmatch(os.fsencode(value)))
+    if isinstance(form, list):
+        if not isinstance(value, list):
+            return False
+        forms = form if form[1:] else form * len(value)
+        return len(forms) == len(value) and all(map(fits, value, forms))
+    if isinstance(form, dict):
+        known = isinstance(value, dict) and value.keys() <= form.keys()
+        return known and all(fits(value.get(name), form[name]) for name in form)
+    return type(value) is form
+
 
 TABLE = 4096 # rotary positions of a side, and of a text (rope_patch.ROPE_TABLE, which would import torch)
-
-
-def is_text(value):
-    return isinstance(value, str)
-
-
-def is_text_dict(value):
-    return isinstance(value, dict) and all(map(is_text, value.values()))
-
-
-def is_name(value):
-    """A relative name that stays in its folder, on any system."""
-    if not is_text(value) or "\0" in value or re.match("[A-Za-z]:", value):
-        return False
-    parts = re.split(r"[/\\]", value)
-    return len(value) <= 1000 and parts_fit(parts) and not {"", ".", ".."} & set(parts)
-
-
-def is_path(value):
-    """A path to anywhere, of a picture that was encoded."""
-    return is_text(value) and "\0" not in value and len(value) <= 4000 and parts_fit(Path(value).parts)
-
-
-def is_path_or_none(value):
-    return value is None or is_path(value)
-
-
-def is_contents(value):
-    """{path of a picture: its whole hash, as dataset.picture_facts has it}: who has not the picture cannot name it."""
-    if not is_text_dict(value) or not all(map(is_path, value)):
-        return False
-    return all(re.fullmatch("[0-9a-f]{64}( in sRGB)?", content) for content in value.values())
-
-
-def parts_fit(parts):
-    return all(len(os.fsencode(part)) <= NAME_BYTES for part in parts)
-
-
-def is_list(value, rule, least=0, most=math.inf):
-    return isinstance(value, list) and least <= len(value) <= most and all(map(rule, value))
-
-
-def is_count(value, most=MAX_PIXELS):
-    return type(value) is int and 1 <= value <= most # True is no number here
-
-
-def is_size(value):
-    """[width, height] in pixels."""
-    return is_list(value, is_count, 2, 2)
-
-
-def is_shape(value):
-    """[1, height, width] in tokens."""
-    return is_list(value, is_count, 3, 3) and value[0] == 1 and value[1] * value[2] <= MAX_TOKENS
-
-
-def is_file(value, folder):
-    return is_text(value) and bool(re.fullmatch(folder + r"/[0-9a-f]{32}\.safetensors", value))
-
-
-def is_encoding(value):
-    shapes = isinstance(value, dict) and is_list(value.get("img_shapes"), is_shape, 1, 100)
-    return shapes and is_file(value.get("file"), "latents") and value.get("mask", "auto") == "auto"
-
-
-def is_encoded_text(value):
-    if not isinstance(value, list) or len(value) != 3:
-        return False
-    prompt, with_pictures, about = value
-    counted = isinstance(about, dict) and is_count(about.get("tokens"), TABLE)
-    return is_text(prompt) and type(with_pictures) is bool and counted and is_file(about.get("file"), "text")
-
-
-def is_area(value):
-    return value == "native" or is_count(value) and value >= 32 * 32
-
-
-def is_geometry(value):
-    """dict(target_pixels=[...], control_pixels, upscale), as cache.plan_sizes reads it."""
-    if not isinstance(value, dict) or not value.keys() <= {"target_pixels", "control_pixels", "upscale"}:
-        return False
-    areas = is_list(value.get("target_pixels"), is_area, 1, 100)
-    return areas and is_area(value.get("control_pixels", "native")) and type(value.get("upscale", True)) is bool
-
-
-# the rules of a sample's fields: (rule, its further arguments ...)
-RULES = dict(
-    name=(is_name,), root=(is_name,), target=(is_path_or_none,), overlays=(is_text_dict,), contents=(is_contents,),
-    controls=(is_list, is_path, 0, MOST_CONTROLS), prompts=(is_list, is_text, 1), repeats=(is_count, 10_000),
-    sizes=(is_list, is_size), prompt_sizes=(is_list, is_size),
-    encodings=(is_list, is_encoding, 1, 100), texts=(is_list, is_encoded_text, 1))
-
-
-def check_fields(fields, rules):
-    for name, (rule, *arguments) in rules.items():
-        if not rule(fields[name], *arguments):
-            raise ValueError(f"{name} {fields[name]!r:.100}")
+NONE = type(None)
+PATH = re.compile(rb"[^\0]{1,4000}") # to anywhere, of a picture that was encoded
+# A relative name that stays in its folder, on any system: no drive, no part that is empty, . or .., or too long.
+NAME = re.compile(rb"(?s)(?=[^\0]{1,3000}\Z)(?![A-Za-z]:)(?!(.*[/\\])?\.{0,2}([/\\]|\Z))(?!.*[^/\\]{256}).*")
+# a picture's whole hash, as dataset.picture_facts has it: who has not the picture cannot name it
+HASH = re.compile(rb"[0-9a-f]{64}( in sRGB)?")
+LATENTS = re.compile(rb"latents/[0-9a-f]{32}\.safetensors")
+TEXT = re.compile(rb"text/[0-9a-f]{32}\.safetensors")
+SIDE = range(1, MAX_PIXELS + 1) # in pixels, or in tokens
+SIZES = [[SIDE, SIDE]] # (width, height) of each picture
+AREA = (range(32 * 32, MAX_PIXELS + 1), re.compile(b"native"))
+INDEX = dict(version=str, models=dict, roots=[PATH], samples=list,
+             geometry=dict(target_pixels=[AREA], control_pixels=AREA, upscale=bool))
+SAMPLE = dict( # and the fields of overlay_roles
+    name=NAME,
+    root=NAME,
+    target=(NONE, PATH),
+    controls=[PATH],
+    prompts=[str],
+    repeats=range(1, 10_001),
+    contents=dict,
+    sizes=SIZES,
+    prompt_sizes=SIZES,
+    encodings=[dict(file=LATENTS, img_shapes=[[range(1, 2), SIDE, SIDE]], mask=(NONE, re.compile(b"auto")))],
+    texts=[[str, bool, dict(file=TEXT, tokens=range(1, TABLE + 1))]])
 
 
 def read_row(row, folder):
-    """What row_of makes -> Planned, with files in this folder. ValueError, or whatever a foreign row can raise, unless
-    each field holds what cache.plan_sample writes, and they agree."""
-    fields = dict(row, overlays={})
-    for role in overlay_roles():
-        if (file := fields.pop(role, None)) is not None:
-            fields["overlays"][role] = file
-    if unknown := fields.keys() - RULES.keys():
-        raise ValueError(f"unknown field {min(unknown)!r:.100}")
-    check_fields(fields, RULES)
-    texts = {}
-    for prompt, with_pictures, text in fields["texts"]:
-        if (prompt, with_pictures) in texts:
-            raise ValueError("a text is there twice")
-        texts[prompt, with_pictures] = text
-    for encoded in (*fields["encodings"], *texts.values()):
+    """What row_of makes -> Planned, with files in this folder. ValueError unless each field holds what
+    cache.plan_sample writes, and they agree."""
+    if not fits(row, SAMPLE | dict.fromkeys(overlay_roles(), (NONE, PATH))):
+        raise ValueError("a field that cache.py would not write")
+    overlays = {role: row.pop(role) for role in overlay_roles() if row.get(role)}
+    fields = {name: row[name] for name in SAMPLE}
+    texts = {(prompt, with_pictures): text for prompt, with_pictures, text in row["texts"]}
+    for encoded in (*row["encodings"], *texts.values()):
         encoded["file"] = folder / encoded["file"]
-    sample = Planned(**fields | dict(texts=texts))
+    sample = Planned(**fields | dict(texts=texts, overlays=overlays))
     pictures = dataset.pictures_of(sample)
     if not sample.contents.keys() >= {*pictures, *sample.overlays.values()}:
         raise ValueError("contents lack a picture")
+    if not fits(list(sample.contents.values()), [HASH]):
+        raise ValueError("contents are no hashes")
     if sample.controls and not sample.target:
         raise ValueError("controls without a target")
+    if not (sample.prompts and sample.encodings and texts):
+        raise ValueError("no prompts, no encodings or no texts")
     for encoding in sample.encodings:
         shapes = encoding["img_shapes"]
-        if len(shapes) != len(sample.sizes) or len(shapes) != (len(pictures) or len(shapes)):
+        if not len(shapes) == len(sample.sizes) == (len(pictures) or len(shapes)): # (an imported cache names none)
             raise ValueError(f"{len(shapes)} img_shapes, {len(sample.sizes)} sizes and {len(pictures)} pictures")
+        if any(h * w > MAX_TOKENS for _, h, w in shapes):
+            raise ValueError("a picture is too large")
         left = TABLE - max(max(h, w) for _, h, w in shapes) // 2 # as in cache.check_lengths
         if any(text["tokens"] > left for text in texts.values()):
             raise ValueError(f"a text is longer than {left} tokens, or a side is too long")
@@ -260,8 +207,8 @@ def check_rows(tensors, file, rows, columns=None):
 
 def open_index(path, fingerprints, texts_of, args):
     """read_index -> (samples, geometry). InputError if other encoders have encoded them than those of these
-    fingerprints, or if a file is missing, or a text that texts_of(sample) asks for. Lines say if pictures or
-    captions were edited since, and how many pairs are new or gone."""
+    fingerprints, or if a file is missing, or a text that texts_of(sample) asks for. A line says if the dataset was
+    edited since."""
     samples, geometry, encoded_by, roots = read_index(path)
     # each encoder that is here must be the one that has encoded
     for encoder, here in fingerprints.items():
@@ -277,27 +224,23 @@ def open_index(path, fingerprints, texts_of, args):
         for encoded in (*sample.encodings, *sample.texts.values()):
             if not encoded["file"].is_file():
                 raise InputError(f"{encoded['file']}: missing; copy the whole cache, or run cache.py again")
-    if changes := changes_since(samples, roots):
-        tell(f"warning: {path}: since it was made {changes}; it trains what was encoded; run cache.py again for the "
-             "others", file=sys.stderr)
-    if edited := edited_pictures(samples, args.cache_dir):
-        tell(f"warning: {path}: {len(edited)} of its pictures are not those that were encoded, for instance "
-             f"{edited[0]}; it trains the encoded ones; run cache.py for the others", file=sys.stderr)
+    if changed := changed_since(samples, roots) + edited_pictures(samples, args.cache_dir):
+        tell(f"warning: {path}: {len(changed)} samples or pictures are new, edited or gone since it was made, for "
+             f"instance {changed[0]}; it trains what was encoded; run cache.py again for the others", file=sys.stderr)
     return samples, geometry
 
 
-def changes_since(samples, roots):
-    """-> "2 captions were edited, 1 pairs are gone" or the like, as far as the datasets are here; or ""."""
+def changed_since(samples, roots):
+    """-> names of samples that are new, gone, or have other captions, as far as the datasets are here. (New are also
+    those that --skip_bad had left out.)"""
     encoded = {(sample.root, sample.name): sample.prompts for sample in samples}
     here, names = {}, set()
     for root in roots:
         with contextlib.suppress(InputError), contextlib.redirect_stderr(io.StringIO()): # it lies elsewhere by now
             here |= {(sample.root, sample.name): sample.prompts for sample in dataset.read_dataset(root)[0]}
             names.add(dataset.root_name(root))
-    counts = {"captions were edited": sum(here[key] != encoded[key] for key in here.keys() & encoded.keys()),
-              "pairs are new, or had been left out": len(here.keys() - encoded.keys()),
-              "pairs are gone": sum(key[0] in names for key in encoded.keys() - here.keys())}
-    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    keys = sorted(here.keys() | encoded.keys())
+    return [name for root, name in keys if root in names and here.get((root, name)) != encoded.get((root, name))]
 
 
 def edited_pictures(samples, cache_dir):

@@ -23,7 +23,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageCms, ImageSequence
+from PIL import Image, ImageCms
 from PIL.ImageCms import Flags, Intent
 
 from common import InputError, MAX_PIXELS, tell
@@ -34,10 +34,8 @@ Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads 
 
 # ---- opening: only the header is read --------------------------------------------------------------------------------
 
-PAGE_KIND, OLD_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 255, 258, 262, 284, 339, 50706 # tags of TIFF
-SMALLER, MASK = 1, 4 # bits of PAGE_KIND
+PAGE_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 258, 262, 284, 339, 50706 # tags of TIFF
 HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
-MOST_SCANS = 100
 
 def open_image(path, content=None):
     """Header only: a PIL image whose size is known and allowed; its raw_mode is PIL's name for the pixels in the file,
@@ -59,8 +57,9 @@ def open_image(path, content=None):
         image = open_photo(path, source)
     if image.width * image.height > MAX_PIXELS:
         raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
-    if image.format in ("PNG", "WEBP", "AVIF") and image.n_frames > 1:
-        raise InputError(f"{path}: animated; export one frame")
+    # PIL would read the first one, which of layers is not the picture
+    if image.format in ("PNG", "WEBP", "AVIF", "TIFF") and image.is_animated:
+        raise InputError(f"{path}: several frames or pages, maybe a thumbnail; export one alone")
     if image.format == "PNG" and "icc_profile" not in image.info:
         check_numbers(path)
     if image.format == "PNG" and "exif" not in image.info: # it may stand behind the pixels
@@ -74,8 +73,8 @@ def open_image(path, content=None):
     return image
 
 def open_photo(path, source):
-    """A file that is no PNG, JPEG, WebP or BMP -> PIL image, of which only the header was read: a TIFF's first page, an
-    AVIF or a HEIC. source: the path, or its bytes as a file. InputError if it is none of these, or would be misread."""
+    """A file that is no PNG, JPEG, WebP or BMP -> PIL image, of which only the header was read: a TIFF, an AVIF or a
+    HEIC. source: the path, or its bytes as a file. InputError if it is none of these, or would be misread."""
     formats = ["TIFF", "AVIF"]
     try:
         import pillow_heif
@@ -88,7 +87,6 @@ def open_photo(path, source):
         image.filename = "" # or PIL maps the file into memory, and scrambles a TIFF that has to be turned
         if image.format == "TIFF":
             check_tiff(path, image)
-            check_pages(path, source)
         elif "icc_profile" not in image.info:
             check_numbers(path)
     except Exception: # a damaged picture can fail in any way
@@ -113,29 +111,16 @@ def why_not(path, formats):
     return "no PNG, JPEG, WebP, BMP, TIFF, AVIF or HEIC picture; replace it"
 
 def check_tiff(path, image):
-    """InputError for a TIFF whose first page is not the picture, or not the only one, or whose numbers PIL would take
-    for others."""
+    """InputError for a TIFF whose first page is not the picture, or whose numbers PIL would take for others."""
     tags = image.tag_v2
     if tags.get(PAGE_KIND, 0) & 1 or DNG in tags:
         raise InputError(f"{path}: a raw file, of which only the preview could be read; develop it, and export a JPEG")
     bits = tags.get(BITS, (1,))
     is_other_gray = image.mode.startswith("I;16") and (bits != (16,) or tags[WHITE_IS_ZERO] != 1)
-    if image.mode in ("I", "F", "LAB") or 2 in tags.get(SIGNED, ()) or is_other_gray:
-        raise InputError(f"{path}: {bits[0]} bits of a kind that is not read (floats, signed, Lab, or with white as "
-                         "0); save it in RGB with 8 or 16 bits")
-    if tags.get(PLANES) == 2 and bits[0] == 16: # PIL takes them for another order
-        raise InputError(f"{path}: 16 bits with each colour apart (planar), which is not read; save it interleaved")
-
-def check_pages(path, source):
-    """InputError for a TIFF of several pictures, such as layers or a scanned book. Its further pages may be smaller
-    copies of the first one, or its mask, as cameras and editors write them."""
-    # read apart, as PIL would mix what two pages say of themselves
-    with Image.open(path if source is path else io.BytesIO(source.getvalue()), formats=["TIFF"]) as pages:
-        for number, page in enumerate(ImageSequence.Iterator(pages)):
-            tags = page.tag_v2
-            # 2: smaller
-            if number and not tags.get(PAGE_KIND, 0) & (SMALLER | MASK) and tags.get(OLD_KIND) != 2:
-                raise InputError(f"{path}: several pages; export one")
+    is_planar = tags.get(PLANES) == 2 and bits[0] == 16
+    if image.mode in ("I", "F", "LAB") or 2 in tags.get(SIGNED, ()) or is_other_gray or is_planar:
+        raise InputError(f"{path}: {bits[0]} bits of a kind that is not read (floats, signed, Lab, planar, or with "
+                         "white as 0); save it in RGB with 8 or 16 bits, interleaved")
 
 def check_numbers(path):
     """InputError for an AVIF, HEIC or PNG whose colours are told by numbers of ITU-T H.273, as those of an ICC profile
@@ -149,14 +134,6 @@ def check_numbers(path):
         primaries, curve = numbers[:2] if found else (0, 0)
     if primaries in WIDE or curve in HDR:
         raise InputError(f"{path}: HDR or wide colours without an ICC profile; export it as JPEG or TIFF")
-
-def check_scans(path):
-    """InputError for a progressive JPEG of so many scans, each of which may be of the whole picture, that it would take
-    minutes. (Encoders write about ten. Their marker stands nowhere else, but for notes.)"""
-    with open(path, "rb") as file:
-        scans = file.read().count(b"\xff\xda")
-    if scans > MOST_SCANS:
-        raise InputError(f"{path}: a JPEG of {scans} scans; save it anew")
 
 # ---- pixels: upright, decoded, resized -------------------------------------------------------------------------------
 
@@ -189,8 +166,6 @@ def decode(path, content, raw_mode=None):
     place of the file's, for another byte of its channels."""
     with open_image(path, content) as image:
         turn = TURN.get(orientation(image))
-        if "progressive" in image.info:
-            check_scans(path)
         if raw_mode:
             image.tile = [tile._replace(args=raw_mode if image.format == "PNG" else (raw_mode, *tile.args[1:]))
                           for tile in image.tile]
@@ -375,7 +350,6 @@ def read_mask(path, content=None):
 
         gray, also soft; 1 bit; 16 bits   white is the region; in 16 bits 65535 or, if no level is above it, 255
         labels 0 and 1 only               1 is the region
-        black and one other colour        the other colour is the region
         white on transparency             the white is the region, as opaque as it is
         black, or a photo, with a hole    the hole is the region (as ComfyUI's mask editor and MagicBrush have it)
 
@@ -451,15 +425,7 @@ def region_of(rgba_HW4):
         return 255 - alpha_HW if is_hole else None
     if np.ptp(colours_HW3, -1).max() <= OFF: # gray, all of it half transparent
         return np.asarray(Image.fromarray(colours_HW3).convert("L"))
-    bright_HW = colours_HW3.max(-1)
-    brightest = colours_HW3.reshape(-1, 3)[bright_HW.argmax()]
-    region_HW = np.empty_like(bright_HW)
-    for region_W, bright_W, colours_W3 in zip(region_HW, bright_HW, colours_HW3): # at once: 40 bytes a pixel
-        share_W = bright_W / np.float32(brightest.max()) # of this colour; less at soft edges
-        if abs(share_W[:, None] * brightest - colours_W3).max() > OFF:
-            return None
-        region_W[:] = (255 * share_W).round()
-    return region_HW
+    return None # colours, which may stand for anything
 
 def is_photo(shown_N3):
     """Whether a tenth of these colours, uint8 (N, 3), has other ones than the eight commonest, of 32 levels a channel.

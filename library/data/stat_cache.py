@@ -10,14 +10,13 @@ the other has seen. Deleting a list does no harm.
 import contextlib
 import hashlib
 import json
-import math
 import os
 import time
 
 from tqdm import tqdm
 
 import common
-from common import InputError, LONG_TEXT, MAX_PIXELS, quiet, run_ahead, write_file
+from common import InputError, LONG_TEXT, quiet, run_ahead, write_file
 
 OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; a person's pictures.txt is not replaced
 FORM = 4 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
@@ -70,29 +69,16 @@ def stat_of(path):
 
 
 def read_memory(path):
-    """{absolute path: (stamp, what was found out)}, or {} if there is none, or one that is damaged or not ours: a cache
-    may come from anyone, and the digest in it, too."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    """{absolute path: (stamp, what was found out)}, or {} if there is none, or one that is damaged or not ours. A cache
+    may come from anyone, and the digest in it, too; but no stranger knows the times and numbers that this disk has
+    given to its files, so an entry that fits is our own."""
+    with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
         if path.is_file() and path.stat().st_size <= LONG_TEXT: # (a pipe would hang)
             digest, text = path.read_text(encoding="utf-8").split("\n", 1)
             remembered = json.loads(text) if digest == digest_of(text) else None
-            if isinstance(remembered, dict) and all(is_entry(one, path.stem) for one in remembered.values()):
+            if all(isinstance(entry, list) and len(entry) == 2 for entry in remembered.values()):
                 return remembered
     return {}
-
-
-def is_entry(entry, kind):
-    """Whether it is [stamp, answer], as lists of this kind have them: [[width, height], content], with another answer
-    behind it for a mask; for a model's files the content alone."""
-    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], list):
-        return False
-    answer = entry[1]
-    if kind == "models":
-        return isinstance(answer, str)
-    types = [list, str, bool] if kind == "masks" else [list, str]
-    if not isinstance(answer, list) or list(map(type, answer)) != types:
-        return False
-    return list(map(type, answer[0])) == [int, int] and min(answer[0]) > 0 and math.prod(answer[0]) <= MAX_PIXELS
 
 
 def digest_of(text):

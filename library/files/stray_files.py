@@ -1,12 +1,11 @@
 """
-What lies in a folder of pictures beside those that we know by their suffixes: pictures without a suffix, which
-are taken; what systems and programs leave everywhere, which is passed over, and counted in one line; links to folders;
-and all others, which one more line counts. Names of a table may be spelled in another form of Unicode than those on the
-disk.
+What lies in a folder of pictures beside those that we know by their suffixes: what systems and programs leave
+everywhere, which is passed over; links to folders; and all others, which one line counts. Names of a table may be
+spelled in another form of Unicode than those on the disk.
 
-Only a name without any suffix is looked into. One that we do not know often says something of its own: cat.png.part is
-not whole yet, cat.jpg_original and cat.jpg~ are copies from before an edit. Taken, they would be trained, or edited,
-beside cat; so the line names them as the pictures that they are, and a person may rename them.
+A name that we do not know often says something of its own: cat.png.part is not whole yet, cat.jpg_original and cat.jpg~
+are copies from before an edit. Taken, they would be trained, or edited, beside cat; so the line names them, and a
+person may rename them.
 """
 import contextlib
 import functools
@@ -16,7 +15,7 @@ import unicodedata
 from pathlib import Path
 
 import common
-from common import InputError, closest, is_inside
+from common import InputError, is_inside
 
 def refuse_outside(path, folder):
     """InputError unless is_inside: who has made a dataset does not choose what else is read of this disk."""
@@ -34,19 +33,21 @@ NOT_READ = ".gif .jxl .cr2 .cr3 .nef .arw .dng .raf .orf .rw2".split() # reporte
 KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkeys(NOT_READ, "other")} # by suffix
 
 def find_files(folder):
-    """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or of those that
-    sort_out takes out of a dataset: junk, links to folders, ... Stems are NFC, so that names from macOS match."""
+    """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted, without junk; kind: as of kind_of, and
+    "link" for one to a folder. Stems are NFC, so that names from macOS match."""
 
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read as a folder ({e.strerror}); mount it, or fix its permissions")
     found = {}
     for root, dirs, names in os.walk(folder, onerror=unreadable):
-        folders = {name: kind_of_folder(Path(root, name)) for name in dirs}
-        dirs[:] = [name for name in dirs if not folders[name]] # those to walk
-        for name in sorted([*names, *folders.keys() - dirs]):
+        dirs[:] = [name for name in dirs if not is_junk(name)]
+        links = {name for name in dirs if Path(root, name).is_symlink()} # which os.walk does not follow
+        for name in sorted([*names, *links]):
+            if is_junk(name):
+                continue
             path = Path(root, name)
             stem = path.relative_to(folder).with_suffix("").as_posix()
-            kind = folders.get(name) or kind_of(path)
+            kind = "link" if name in links else kind_of(path)
             found.setdefault((unicodedata.normalize("NFC", stem), kind), []).append(path)
     return dict(sorted(found.items()))
 
@@ -77,11 +78,7 @@ JUNK = re.compile(r"""(?xi)
     | lost\+found | __pycache__
     | picasa\.ini | zbthumbnail\.info | .+\.(xmp|lrdata) # notes and previews of programs for photographs
     | ~syncthing~.* | _gsdata_""", re.DOTALL)
-# what programs that keep folders equal call the other one of two versions: nearly the same picture twice
-CONFLICT = re.compile(r"(?i)(\.sync-|_)conflict-\d{8}-|\(.*(conflict(ed)? copy|case conflict|sfconflict).*\)")
 POINTER = re.compile(rb"version https://git-lfs|/annex/objects/") # in the place of a file that was not fetched
-# how files begin that picture_files.open_image can open: PNG, JPEG, WebP, BMP, TIFF, AVIF and HEIC
-PICTURE = re.compile(rb"(?s)\x89PNG\r\n|\xff\xd8\xff|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*|.{4}ftyp(avi|he|mif1|msf1)")
 NAMED = 2 # files in a line
 
 
@@ -90,30 +87,16 @@ def is_junk(name):
     return bool(JUNK.fullmatch(name))
 
 
-def kind_of_name(name):
-    """-> "junk", "unknown" for the second of two versions, or None for a name that tells nothing."""
-    if is_junk(name):
-        return "junk"
-    return "unknown" if CONFLICT.search(name) else None
-
-
-def kind_of_folder(path):
-    """-> None if it is to be read, else kind_of_name, or "link"."""
-    return kind_of_name(path.name) or ("link" if path.is_symlink() else None)
-
-
 def kind_of(path):
-    """A file -> one of KINDS, or "junk", "link", "unknown"."""
-    if kind := kind_of_name(path.name) or KINDS.get(path.suffix.lower()):
+    """A file -> one of KINDS, or "link" for one that leads nowhere, or "unknown"."""
+    if kind := KINDS.get(path.suffix.lower()):
         return kind
-    if is_broken(path):
-        return "link"
-    return "unknown" if path.suffix or not begins_like_picture(path) else "picture"
+    return "link" if is_broken(path) else "unknown"
 
 
 def listed(folder, pattern):
-    """-> what glob finds in a folder, sorted, without junk and second versions."""
-    return [path for path in sorted(folder.glob(pattern)) if not kind_of_name(path.name)]
+    """-> what glob finds in a folder, sorted, without junk."""
+    return [path for path in sorted(folder.glob(pattern)) if not is_junk(path.name)]
 
 
 def is_broken(path):
@@ -126,35 +109,10 @@ def why_gone(path):
         return "a link that leads nowhere; mount what it should lead to, or delete it"
 
 
-def nearest(path):
-    """-> the path that is there and is meant by one where nothing is, or None: in other letters, a picture with another
-    suffix, a like name."""
-    path = Path(path)
-
-    def kind(path):
-        suffix = path.suffix.lower()
-        return KINDS.get(suffix, suffix)
-    here = {other.name: other for other in path.parent.glob("[!.]*")}
-    alike = {other.stem: other for other in here.values() if kind(other) == kind(path)}
-    return closest(path.name, here, 1) or closest(path.stem, alike) or closest(path.name, here, 0.9)
-
-
 def near_path(path):
     """What to do about a path where nothing is: "give photos" for photo, if photos is there."""
-    meant = nearest(path)
+    meant = common.near_file(Path(path))
     return f"give {common.shell_command([meant])}" if meant else "check the name"
-
-
-def no_picture(path):
-    """What to do where no picture is."""
-    if re.match("https?:", str(path)):
-        return "no file of that name; download it first"
-    if "*" in path.name:
-        return "no file of that name, as this shell leaves * to programs; give the folder"
-    if str(path).startswith("~") and path.expanduser().exists():
-        return f"no file of that name, as this shell leaves ~ to programs; give {path.expanduser()}"
-    meant = nearest(path if path.suffix else path.with_suffix(".png"))
-    return f"no file of that name; {f'give {common.shell_command([meant])}' if meant else 'add it'}"
 
 
 def why_not(path):
@@ -196,17 +154,6 @@ def on_disk(path):
     return folder / (names[0] if names else path.name)
 
 
-def begins_like_picture(path):
-    """By its first bytes. A link is not looked into, as a stranger's may lead anywhere; nor is a pipe, which hangs."""
-    try:
-        if path.is_symlink() or not path.is_file():
-            return False
-        with open(path, "rb") as f:
-            return bool(PICTURE.match(f.read(32)))
-    except OSError: # it may not be read
-        return False
-
-
 def is_named_picture(path):
     """By its suffix, also of a kind that is not read."""
     return KINDS.get(path.suffix.lower()) in ("picture", "other") and path.is_file()
@@ -221,40 +168,22 @@ def seen_from(folder, path):
     return Path(path).as_posix()
 
 
-def first_of(names, most=NAMED):
-    return ", ".join(names[:most] + ["..."] * (len(names) > most))
-
-
-def lines_beside(folder, unused, junk):
-    """-> a warning that files are not used, as seen from the folder, pictures first; and a line that counts what
-    is_junk. Of each only if there are any."""
-    lines = []
-    if unused:
-        names = [seen_from(folder, path) for path in dict.fromkeys([*filter(begins_like_picture, unused), *unused])]
-        files = "1 file is" if len(names) == 1 else f"{len(names):,} files are"
-        lines.append(f"warning: {folder}: {files} not used: {first_of(names)}; to use a picture of them, make it a "
-                     "whole .jpg or .png in a folder that is read")
-    if junk:
-        names = sorted({path.name for path in junk})
-        lines.append(f"{folder}: passed over, as systems and programs leave such things everywhere: {len(set(junk))} "
-                     f"({first_of(names, 8)})")
-    return lines
+def first_of(names):
+    return ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
 
 
 def sort_out(folder, found):
     """Takes all but captions and pictures out of `found`: {(..., kind): paths}, as find_files has it -> error
     lines for links to folders. It tells how many files of the folder are not used, pictures beside those that were
-    found too, and pictures that are called .txt; and how much junk there is: once a run, as a script reads a dataset
-    before its libraries are loaded, and once more behind."""
-    kinds = {kind: [] for kind in ("junk", "unknown", "link")}
+    found too: once a run, as a script reads a dataset before its libraries are loaded, and once more behind."""
+    kinds = {"unknown": [], "link": []}
     for key in list(found):
         if key[-1] in kinds:
             kinds[key[-1]] += found.pop(key)
-        elif key[-1] == "caption" and begins_like_picture(found[key][0]):
-            kinds["unknown"] += found.pop(key)
     read = set(sum(found.values(), []))
     beside = [path for path in listed(folder, "*") if is_named_picture(path) and path not in read]
-    kinds["junk"] += [path for path in folder.iterdir() if is_junk(path.name)]
-    for line in lines_beside(folder, beside + kinds["unknown"], kinds["junk"]):
-        common.warn_once(line)
+    names = [seen_from(folder, path) for path in dict.fromkeys(beside + kinds["unknown"])]
+    if names:
+        common.warn_once(f"warning: {folder}: {len(names):,} files are not used: {first_of(names)}; to use a picture "
+                         "of them, make it a whole .jpg or .png in a folder that is read")
     return list(map(why_not, kinds["link"]))

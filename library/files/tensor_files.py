@@ -8,12 +8,10 @@ Such a file has one entry of JSON in its header, which begins so:
 
 The last chapter says in words what a file of another kind is, for --lora and --transformer.
 """
-import contextlib
 import hashlib
 import io
 import json
 import math
-import os
 import re
 
 import safetensors
@@ -102,46 +100,27 @@ def read_tensors(path, meta_key="json", key=None, data=None, note=None):
         raise InputError(f"{path}: holds {meta.get('key')} of version {meta.get('version')}, want {VERSION}; {fix}")
     return tensors, meta
 
-DTYPE = re.compile(r" (torch\.\w+)(?= \[[\d, ]*\]$)") # in a row of rows_of
-HALVES = {"torch.float32", "torch.float16", "torch.bfloat16"}
-
-
 def judge(path, tensors, text, fix, note):
     """Returns if a file whose digest is not right can be used all the same: note(line) says why. Only a LoRA has a
     note, as its user may have changed it on purpose; nobody changes a cache or a checkpoint. OtherVersion, or an
     InputError of damage, for all others. text: our entry of its header; fix: what to do about damage."""
     about = json.loads(text)
-    number, written = about.get("format"), about.get("tensors") # a stranger's may be anything
-    if not SIGNED.match(text):
+    number = about.get("format") # a stranger's may be anything
+    written = about.get("tensors")
+    is_newer = type(number) is int and number > FORMAT
+    if is_newer or not SIGNED.match(text):
         raise OtherVersion(f"{path}: is of another version of this project, or of another program; use that one, or "
                            "make the file again (cache.py --verify does so in a cache)")
-    if type(number) is int and FORMAT < number < 1000:
-        raise OtherVersion(f"{path}: was written by a newer version of this project (format {number}, and this one "
-                           f"knows {FORMAT}); update this one")
-    if note and number == FORMAT and isinstance(written, list) and all(isinstance(row, str) for row in written):
-        now, rows = {str(v.dtype) for v in tensors.values()}, rows_of(tensors)
-        if before := cast_from(written, rows, now):
-            return note(f"warning: {path}: was cast from {', '.join(before)} to {', '.join(now)} since it was written, "
-                        "so its tensors cannot be checked")
-        if is_changed(written, rows):
-            return note(f"warning: {path}: was changed by another program since it was written, so it cannot be "
-                        "checked")
+    is_list = isinstance(written, list) and all(isinstance(row, str) for row in written)
+    # of another program, which has cast it, for instance
+    is_others = is_list and number == FORMAT and is_changed(written, rows_of(tensors))
+    if note and is_others:
+        return note(f"warning: {path}: was changed by another program since it was written, so it cannot be checked")
     if note:
         words = shell_command(["python", "tools/convert_lora.py", path, "--unchecked", "--to", "diffusers", "--out",
                                "NEW.safetensors"])
         fix = f"it is damaged: take another copy; or, if you have changed it on purpose, use what this makes: {words}"
     raise InputError(f"{path}: content does not match its digest; {fix}")
-
-
-def cast_from(written, rows, now):
-    """-> the dtypes that a LoRA had before another program has cast all of its tensors; [] for another change. A
-    flipped bit cannot look like a cast: the dtype that was written is still a known one, and no tensor has it.
-    written, rows: rows_of the file as it was written, and as it is; now: its dtypes."""
-    names_and_shapes = [DTYPE.sub("", row) for row in written]
-    if names_and_shapes != [DTYPE.sub("", row) for row in rows]:
-        return []
-    before = {dtype for row in written for dtype in DTYPE.findall(row)}
-    return sorted(before) if before < HALVES and now.isdisjoint(before) else []
 
 
 def is_changed(written, found):
@@ -178,9 +157,7 @@ def refuse_not_finite(path, tensors, remedy):
 SIGNS = {b"GGUF": "a gguf", b"PK": "a pickle or another zip archive, which may run code",
          b"\x80": "a pickle, which may run code",
          b"version https://git-lfs": "a pointer of git lfs, not the file itself",
-         b"<": "a web page, such as a hub's login", b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture",
-         b"RIFF": "a picture or a sound", b"Rar!": "a rar archive", b"7z": "a 7z archive",
-         b"\x1f\x8b": "a gzip archive"}
+         b"<": "a web page, such as a hub's login"}
 
 # which model has tensors of these names, dots or underscores between their parts; the first that fits
 FAMILIES = {
@@ -203,18 +180,6 @@ def family_of(names):
         if re.search(pattern, text, re.M):
             return words, pattern
     return None, None
-
-def refuse_family(path):
-    """InputError for a LoRA all of whose tensors have names of another model. Its header tells, before torch is
-    imported; of any other file those say what is wrong who read it."""
-    names = []
-    with contextlib.suppress(Exception): # a foreign file can fail in any way
-        with open(path, "rb") as f:
-            names = read_header(f).keys() - {"__metadata__"}
-    families = [family_of([name])[0] for name in names]
-    if families and all(families):
-        raise InputError(f"{path}: a LoRA of another model, which looks like {families[-1]} ({max(names)}); "
-                         "take one of Qwen-Image-Edit")
 
 def open_tensors(path, framework="pt"):
     """safetensors.safe_open, also of a path that is no UTF-8, which that refuses."""
@@ -240,10 +205,5 @@ def refuse_other_kind(path, reason, error_of, of_gguf):
             raise error_of(what, of_gguf if what == "a gguf" else "download the .safetensors file itself")
     if not start:
         raise error_of("an empty file", "download it again")
-    if re.fullmatch(rb"[\t\r\n -~]+", start):
-        if os.path.islink(path): # perhaps a stranger's, to a key
-            raise error_of("a link to a text file", "download the .safetensors file itself")
-        said = " ".join(start[:60].decode().split())
-        raise error_of(f"a text file, which begins with {said!r}", "download the .safetensors file itself")
     raise error_of(f"is no whole .safetensors file ({' '.join(reason.split())[:200]}; it has {size:,} bytes)",
                    "download it again")

@@ -7,11 +7,9 @@ pictures finished, another one writes beside them, and edited code draws anew. A
 a line of --jobs) is that file: an older picture of ours is replaced there, and anything else is an error.
 """
 import contextlib
-import errno
 import io
 import json
 import os
-import secrets
 import sys
 from glob import glob
 from pathlib import Path
@@ -25,20 +23,18 @@ from common import InputError, refuse_to_replace
 OURS = rb"tEXtkey\0" # is in every picture that predict.py and train.py have written
 END = b"\0\0\0\0IEND\xaeB`\x82" # the last chunk of every PNG
 MOST_BYTES = 133 # of a name that we choose: some disks (eCryptfs) take 143
-DRAWING = ["rope_patch.py", *library.ENCODING] # the code that draws, beside predict.py
+# the code that draws, beside predict.py and library/lora
+DRAWING = [
+    "rope_patch.py",
+    *library.ENCODING,
+    "library/models/quantization.py",
+    "library/models/offloading.py",
+    "library/models/one_file.py"]
 
-def drawing_hash(script, args):
-    """A hash of the code that draws with these flags of predict.py. script: its path, which may be an edited copy's."""
-    files = [script, *DRAWING]
-    if args.lora:
-        files += sorted(glob("library/lora/*.py", root_dir=library.ROOT))
-    if args.quantize != "none":
-        files.append("library/models/quantization.py")
-    if args.offload:
-        files.append("library/models/offloading.py")
-    if args.transformer: # perhaps one file
-        files.append("library/models/one_file.py")
-    return library.code_hash(files)
+def drawing_hash(script):
+    """A hash of the code that draws. script: the path of predict.py, or of an edited copy."""
+    rooms = sorted(glob("library/lora/*.py", root_dir=library.ROOT))
+    return library.code_hash([script, *DRAWING, *rooms])
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 
@@ -62,29 +58,14 @@ def result_path(args, sample, end, key):
 def keyed_path(folder, stem, key):
     """The name that we choose for a result: its stem and eight letters of its key, in MOST_BYTES. The stem may begin
     with a subfolder."""
-    return beside(folder / f"{stem}.png", f"-{key[:8]}.png", MOST_BYTES)
+    return beside(folder / f"{stem}.png", f"-{key[:8]}.png")
 
-def beside(path, end, most):
-    """-> a name of so many bytes at most that begins as this one and has an end such as -2.png: a long one is cut."""
+def beside(path, end):
+    """-> a name of MOST_BYTES at most that begins as this one and has an end such as -2.png: a long one is cut."""
     stem = path.stem
-    if len(os.fsencode(stem + end)) > most:
-        stem = os.fsencode(stem)[:most - len(end)].decode(errors="ignore") # never within a letter
+    if len(os.fsencode(stem + end)) > MOST_BYTES:
+        stem = os.fsencode(stem)[:MOST_BYTES - len(end)].decode(errors="ignore") # never within a letter
     return path.with_name(stem + end)
-
-def longest_name(folder):
-    """-> bytes that a file's name may have here: encrypted disks take fewer than others."""
-    while not folder.is_dir():
-        folder = folder.parent
-    for size in (common.NAME_BYTES, 143, 100):
-        trial = folder / (".tmp-" + secrets.token_hex(size)[5:size])
-        try:
-            trial.touch()
-            trial.unlink()
-            break
-        except OSError as e:
-            if e.errno != errno.ENAMETOOLONG: # which the trial of the folder will tell
-                break
-    return size
 
 def identity_of(path):
     """-> what tells that two paths lead to one file, also through links, or in other letter case: its number on the
@@ -94,14 +75,13 @@ def identity_of(path):
         return about.st_dev, about.st_ino
     return str(path.parent.resolve() / path.name)
 
-def refuse_names(results, inputs, where, most):
+def refuse_names(results, inputs, where):
     """InputError if a result would overwrite a picture that is read, another result, or a file that is not ours.
-    results: what has a path and a key; inputs: paths that are read; where: the flag that has named the results; most:
-    bytes of a name on this disk."""
+    results: what has a path and a key; inputs: paths that are read; where: the flag that has named the results."""
     used = {identity_of(Path(path)): None for path in inputs}
     for result in results:
         path = result.path
-        if len(os.fsencode(path.name)) > most:
+        if len(os.fsencode(path.name)) > common.NAME_BYTES:
             raise InputError(f"{path}: its name is too long for a file; give a shorter one, with --out or a line of "
                              "--jobs")
         if used.setdefault(identity_of(path), result.key) != result.key:
@@ -133,18 +113,9 @@ def is_finished(path, key):
 
 # ---- what is no picture ----------------------------------------------------------------------------------------------
 
-def cause_of(model, lora, cfg, dtype=""):
-    """-> what may have made this model, "transformer" or "VAE", compute NaN or Inf, and what helps: those suspects that
-    are at work. lora: what makes a LoRA weaker, or "" if there is none; cfg: the CFG scale."""
-    suspects = {f"a LoRA that is too strong ({lora})": lora,
-                "float16, which ends at 65,504 (give --dtype bfloat16 or float32)": dtype == "float16",
-                f"--true_cfg_scale {cfg:g} (lower it)": cfg > 30}
-    at_work = [words for words, is_there in suspects.items() if is_there]
-    return " or ".join(at_work or [f"damaged weights of the {model} (take another copy of them)"])
-
-def refuse_not_finite(path, model, strengths, cfg, dtype):
-    """InputError if this model has computed NaN or Inf for this picture; model may be None. strengths: of its LoRAs."""
+def refuse_not_finite(path, model):
+    """InputError if this model, "transformer" or "VAE", has computed NaN or Inf for this picture; it may be None."""
     if model:
-        lora = any(strengths) and "lower --lora_scale; --scales 0 is the base alone"
-        raise InputError(f"{path}: NaN or Inf in what the {model} computed, and no picture; the cause may be "
-                         f"{cause_of(model, lora, cfg, dtype)}")
+        raise InputError(f"{path}: NaN or Inf in what the {model} computed, and no picture; lower --lora_scale "
+                         "(--scales 0 is the base alone) or --true_cfg_scale, give --dtype bfloat16 or float32, or "
+                         "take another copy of the model")
