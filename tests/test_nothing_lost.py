@@ -134,7 +134,7 @@ CASES = { # script and flag: (command line, with {} for a folder of the user's; 
         for more, file in (("", "notes.txt"), ("--resume", "log.jsonl"), ("--resume", "state.safetensors"))],
     "tools/measure.py --json": [("{made}/data/target {made}/data --model none --json {}/" + file, file)
                                 for file in ("x.json", "link")],
-    "tools/gpu_check.py --out": [("--device cpu --stages claims --minutes 0 --out {}/x.json", "x.json")],
+    "tools/gpu_check.py --out": [("--device cpu --rows claims --minutes 0 --out {}/x.json", "x.json")],
     "tools/prune.py cache_dir": [("{} --delete", "latents/mine.safetensors text/0.safetensors")],
     "tiny/make_data.py --out": [("--out {}", "val/x.png")],
     "tiny/make_tiny.py --out": [("--out {} --random", "vae/x.png")]}
