@@ -124,25 +124,25 @@ def build(config, quantize="none", offload=0, recomputed="all", compiled=False, 
         compile_blocks(blocks_of(model))
     return model
 
-@cache
-def stock_step(quantize):
-    """Of diffusers' own code, in fp32, in which weights of few bits are unpacked."""
-    samples = make_samples(few, mixed, dtype, args.device)
-    return train_step(build(few, quantize, dtype=torch.float32), [[s] for s in samples], "stock")
-
-@cache
-def packed_step():
-    return train_step(build(few), [make_samples(few, mixed, dtype, args.device)])
-
-def numbers(name, mode="packed", **way):
-    """Kernels add up in a fixed order here, without which no two steps would have equal bits."""
+def step_of_few(mode="packed", **way):
+    """-> loss and gradients, by kernels that add up in a fixed order, without which no two would have equal bits."""
+    model, samples = build(few, **way), make_samples(few, mixed, dtype, args.device)
+    batches = [[s] for s in samples] if mode == "stock" else [samples]
     torch.use_deterministic_algorithms(True)
-    got = train_step(build(few, **way), [make_samples(few, mixed, dtype, args.device)], mode)
-    quantize = way.get("quantize", "none")
-    row, limit = {"off by": distance(got, stock_step(quantize))}, LIMITS.get(quantize, LIMIT)
+    try:
+        return train_step(model, batches, mode)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+wanted = cache(step_of_few) # several rows are compared with one step
+
+def numbers(name, **way):
+    quantize = way.get("quantize", "none") # in fp32 weights of few bits are unpacked
+    got, want = step_of_few(**way), wanted(mode="stock", quantize=quantize, dtype=torch.float32)
+    row, limit = {"off by": distance(got, want)}, LIMITS.get(quantize, LIMIT)
     if not row["off by"] <= limit: # (NaN fails too)
         row["wrong"] = f"off by more than {limit}"
-    elif name in EXACT and not all(map(torch.equal, got, packed_step())):
+    elif name in EXACT and not all(map(torch.equal, got, wanted())):
         row["wrong"] = "other bits than packed"
     return row
 
@@ -207,14 +207,12 @@ try:
             else:
                 print(*traceback.format_exc().splitlines(), sep="\n", file=sys.stderr)
                 save(name, dict(broken=f"{type(e).__name__}: {common.first_line(e)}"))
-        torch.use_deterministic_algorithms(False)
         torch._dynamo.reset() # its graphs would keep the model
         gc.collect()
         torch.cuda.empty_cache()
 except KeyboardInterrupt:
     save(name, dict(note="stopped here"))
 finally:
-    torch.use_deterministic_algorithms(False)
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, 0)
 say_table()
