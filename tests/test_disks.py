@@ -171,7 +171,6 @@ def test_room_for_a_checkpoint_is_asked_before_anything_slow(tmp_path, small, no
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
     run_folder.check_room(tmp_path, 10**6, 2)
 
-
 def renaming_tools(small, two_loras, folder):
     """-> the calls of the tools that rename a folder to folder/x at their end."""
     data = small.folder / "data"

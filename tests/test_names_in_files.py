@@ -239,12 +239,10 @@ ALLOWED = {
     "tiny/make_tiny.py": {"": {
         "AutoencoderKLQwenImage.from_pretrained(f'{args.out}/vae')": "a developer's own",
         "QwenImageTransformer2DModel.from_pretrained(f'{args.out}/transformer')": "a developer's own"}},
-    "tools/bench.py": {"": {"getattr(args.dtype or ('bfloat16' if args.size == 'full' else 'float32'))": FLAG}},
-    "tools/bench_common.py": {
-        "run_on": {"getattr(name)": OWN},
-        "share": {"QwenImageTransformer2DModel.from_config(source.config)": "of a model in memory"},
-        "start": {"subprocess.Popen([sys.executable, *map(str, command)])": "our scripts, with the tool's own flags"}},
-    "tools/gpu_numbers.py": {"": {"find_spec('bitsandbytes')": OWN}},
+    "tools/bench.py": {"": {"getattr(args.dtype or ('bfloat16' if on_card else 'float32'))": FLAG}},
+    "tools/bench_common.py": {"make_model": {"setattr(name)": "of a model's parameters"}},
+    "tools/gpu_check.py": {"claims": {"subprocess.Popen([sys.executable, *command, args.device])":
+                                      "our tests, with the tool's own flag"}},
     "tools/import_configs.py": {"parse": {"yaml.load(text)": "a BaseLoader, which makes texts"}},
     "tools/lean_train.py": {"": {
         "FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / 'scheduler')": FILES,

@@ -80,7 +80,7 @@ MISSES = [
     ("predict.py -i photo.jpg -p x", "-i: unknown; here --image; -p: unknown; here --prompt"),
     (PAIRS + "--network_dim 3 --foo", "here --lora_rank; --foo: unknown; see train.py -h"),
     (PAIRS + "--network_dim 3 make it", "error: --network_dim: unknown; here --lora_rank"),
-    ("cache.py --zzz", "--zzz: unknown; see cache.py -h"), ("tools/gpu_check.py --stage speed", "here --stages"),
+    ("cache.py --zzz", "--zzz: unknown; see cache.py -h"), ("tools/gpu_check.py --row int8", "here --rows"),
     ("tools/doctor.py --data photos", "--data: unknown; give its value alone, without a flag"),
     # a word without its flag
     ("predict.py photo.jpg 'make it warm'", "'photo.jpg make it warm': belongs to no flag; put a text in quotes"),
@@ -100,7 +100,7 @@ MISSES = [
     (PAIRS + "--timestep_sampling qwenshift", "give qwen_shift"), (PAIRS + "--quantize int9", "give int8"),
     (PAIRS + "--lr_scheduler x", "give one of constant, cosine, linear"),
     (f"tools/convert_lora.py {RUN} --to comfy --out x.safetensors", "give comfyui"),
-    ("tools/gpu_check.py --stages all", "give one of claims, numbers, fit, speed, nccl"),
+    ("tools/gpu_check.py --rows x", "give one of claims, packed, padded, kept"),
     (PAIRS + "--lr 0,0001", "--lr: invalid float value: '0,0001'; see train.py -h"),
     (PHOTO + "--seed -1", "give 0 to 4294967295"), (PAIRS + "--lora_rank 100000", "give 1 to 3072"),
     (PAIRS + "--max_grad_norm 0", "0 is out of range"), (PAIRS + "--lora_args use_rslora", "as in use_rslora=true"),

@@ -131,7 +131,7 @@ CASES = { # script and flag: (command line, with {} for a folder of the user's; 
     "tools/lean_train.py --out_dir": [
         ("--data {made}/data --cache_dir {made}/c --max_steps 1 --out_dir {} " + more, file)
         for more, file in (("", "notes.txt"), ("--resume", "log.jsonl"), ("--resume", "state.safetensors"))],
-    "tools/gpu_check.py --out": [("--device cpu --stages claims --minutes 0 --out {}/x.json", "x.json")],
+    "tools/gpu_check.py --out": [("--device cpu --rows claims --minutes 0 --out {}/x.json", "x.json")],
     "tools/prune.py cache_dir": [("{} --delete", "latents/mine.safetensors text/0.safetensors")],
     "tiny/make_data.py --out": [("--out {}", "val/x.png")],
     "tiny/make_tiny.py --out": [("--out {} --random", "vae/x.png")]}

@@ -196,7 +196,7 @@ def test_a_print_of_yours_and_a_traceback_keep_their_lines():
     lines = result.stderr.splitlines()
     assert lines[0].startswith("Traceback") and lines[-1] == "ZeroDivisionError: division by zero" and len(lines) > 2
 
-MAY_PRINT = ["tools/bench.py", "tools/bench_common.py", "tools/gpu_check.py", "tools/gpu_numbers.py"] # only numbers
+MAY_PRINT = ["tools/bench.py", "tools/gpu_check.py"] # only numbers
 
 def test_all_lines_of_ours_are_told():
     """common.tell and common.say show what is in a line; print and tqdm.write would leave its line ends."""

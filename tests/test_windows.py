@@ -134,18 +134,19 @@ def test_a_second_start_is_told_that_a_run_is_at_work(tmp_path, monkeypatch, win
 def test_gpu_check_runs_there_and_ends_what_it_has_started(tmp_path, monkeypatch, windows):
     """No SIGALRM, no killpg; a process is killed with those that it has started. Elsewhere than on Linux no peak of
     this process's memory is known, and none is shown."""
-    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
-    process = bench_common.start("-c", child)
-    grandchild = psutil.Process(int(process.stdout.readline()))
-    monkeypatch.setattr(bench_common, "start", lambda *command: subprocess.Popen(
-        [sys.executable, "-c", "print('1 passed')"], stdout=subprocess.PIPE, encoding="utf-8"))
-    result = run_script("tools/gpu_check.py", "--device", "cpu", "--stages", "claims", "--out", tmp_path / "found.json")
-    assert result.status == 0 and result.out.count("1 passed") >= 2, result.err
-    assert process.poll() is not None
-    until(lambda: not grandchild.is_running() or grandchild.status() == "zombie") # the kernel takes a moment
+    sleep = f"600.{os.getpid()}"
+    child = f"import subprocess; subprocess.run(['sleep', '{sleep}'])"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start(
+        [sys.executable, "-c", child] if "pytest" in command else command, **options))
+    result = run_script("tools/gpu_check.py", "--device", "cpu", "--rows", "claims", "--minutes", 0.1, "--out",
+                        tmp_path / "found.json")
+    assert result.status == 0 and "stopped after two fifths" in result.out, result.err
+    until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if sleep in (p.info["cmdline"] or ())])
     assert math.isnan(bench_common.peak_gib(list, "cpu")) and bench_common.used_gib("cpu") > 0
 
-HERE_ONLY = {"gpu_check.py: signal.pthread_kill", # behind os.name
+HERE_ONLY = {"gpu_check.py: signal.setitimer", "gpu_check.py: signal.SIGALRM",
+             "gpu_check.py: signal.ITIMER_REAL", # behind hasattr
              "bench_common.py: /proc", "bench_common.py: malloc_trim", # behind sys.platform
              "tensor_files.py: /proc", "host_memory.py: /proc", # for names that Linux alone has
              "run_folder.py: fcntl"} # it does without

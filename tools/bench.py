@@ -3,20 +3,20 @@ How fast is a batch of mixed sizes? This script times one training step of a LoR
 turns:
 
     packed     rope_patch: all samples in one row, without padding or a mask
-    padded     stock's forward with rope_patch's attention: batches padded to their longest sample, with a mask
-    sorted     the same, but samples of similar length share a batch
+    padded     stock's forward with rope_patch's attention: a batch padded to its longest sample, with a mask
+    sorted     the same, but samples of similar length share a batch of two
     single     stock diffusers with our LoRA layer, one sample at a time
-    bucketed   the same with all samples in one batch, which needs equal shapes (preset uniform)
     stock      what other trainers run, uncompiled: one sample at a time, all blocks checkpointed, peft's LoRA in fp32
 
-$ python tools/bench.py                    # small model (d = 512, 2 blocks), three presets: a few minutes
-$ python tools/bench.py --what vae --dtype bfloat16 --rounds 2 # the VAE in its real shape, 256 * 256 (full: to 1024)
-$ python tools/bench.py --what text --dtype bfloat16 # the text encoder at its real width, with six of its 60 layers
-$ python tools/bench.py --size full --device cuda --preset mixed_1024 --rounds 15  # the real 60 blocks, random weights
+and likewise what stock computes in another way of a picture (the VAE) and of prompts (the text encoder).
 
-Times are compared only within a round. A line shows the median and the quartiles of a ratio over all rounds, beside the
-ratio of the FLOPs. A round without a clock comes first: in it all ways must agree on the loss and on every LoRA
-gradient.
+$ python tools/bench.py                                # a small model (d = 512, 2 blocks) on one thread: some minutes
+$ python tools/bench.py --what vae --rounds 2          # the VAE in its real shape, a picture of 256 * 256
+$ python tools/bench.py --what text --dtype bfloat16   # the text encoder at its real width, six of its 60 layers
+$ python tools/bench.py --device cuda --rounds 15      # four of the real transformer's 60 blocks, all checkpointed
+
+Times are compared only within a round. A line shows the median and the quartiles of a ratio over all rounds. A round
+without a clock comes first: in it all ways must agree on the loss and the LoRA's gradients, or on what is encoded.
 """
 import sys
 from pathlib import Path
@@ -27,182 +27,164 @@ import common
 from library.cli import command_line
 from library.models import environment
 
-# per sample, in tokens: height x width of its target and of its controls, and the length of its text
-PRESETS = dict(
-    mixed=["8x8 8x8 20", "16x8 8x16 60", "16x16 16x16 110", "32x16 32x16 175"],
-    mild=["15x15 15x15 96", "14x16 16x15 90", "16x16 15x16 115", "15x17 15x16 105"],
-    uniform=["16x16 16x16 100"] * 4,
-    quick=["2x3 3x2 5", "4x4 4x4 2x2 9", "6x3 3x6 3"], # only shows that it runs
-    mixed_512=["32x32 32x32 300", "24x40 24x40 260", "48x24 48x24 32x32 420", "20x20 32x32 230"],
-    uniform_512=["32x32 32x32 300"] * 4,
-    mixed_1024=["64x64 64x64 500", "32x32 32x32 300", "48x24 48x24 350", "24x40 24x40 300"],
-    single_1024=["64x64 64x64 500"])
-
 parser = command_line.Parser(__doc__)
-flag = parser.group("what to time")
-flag("--what", "training", "training; the VAE with one picture, beside stock's; or the text encoder with the prompts "
-     "about one picture, in one pass and one by one", choices=["training", "vae", "text"])
-flag("--size", "small", "full: the real shape, with 41 GB of weights", choices=["small", "full"])
-flag("--preset", None, "which samples (default: mixed mild uniform; with --size full four others)", nargs="+",
-     choices=PRESETS)
-flag = parser.group("how")
+flag = parser.group("flags")
+flag("--what", None, "samples of one training step, by their sizes (PRESETS in bench_common.py); the VAE; or the text "
+     "encoder (default: mixed mild; on a GPU mixed_1024)", nargs="+",
+     choices=["mixed", "mild", "quick", "mixed_1024", "vae", "text"])
 flag("--rounds", 9, "number of timed rounds; use 9 or more for a figure that you quote", type=command_line.positive)
 flag("--device", "cpu", "cpu, cuda, cuda:1, ...")
-flag("--dtype", None, "dtype of the model (default: float32; with --size full bfloat16)",
-     choices=["float32", "bfloat16"])
-flag("--threads", 1, "CPU threads; with 1 the clock is processor time, with more wall time", type=command_line.positive)
-flag("--checkpointing", None, "recompute this many blocks in the backward pass; stock can recompute only all or none "
-     "(default: none; with --size full all)", type=command_line.natural, metavar="BLOCKS")
-flag("--compile", False, "torch.compile the blocks of packed")
+flag("--dtype", None, "dtype of the model (default: float32, on a GPU bfloat16)", choices=["float32", "bfloat16"])
 args = parser.parse_args()
 environment.refuse_devices(args)
 
 # What follows takes seconds to import, so it comes behind the flags.
+import copy
+import json
+from functools import cache, partial
+
 import numpy as np
 import psutil
 import torch
+from diffusers import AutoencoderKLQwenImage
+from PIL import Image
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from rope_patch import blocks_of, checkpoint_blocks, patch_qwen_model_for_multi_resolution
-from tools import bench_text, bench_vae
-from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
-                                run_on, seconds, share, with_lora, with_pads)
+from cache import TINY_DATA, Qwen2VLImageProcessorPil, add_token_types, encode_prompts, load_pipeline
+from library.models import model_files, one_pass
+from library.models.picture_vae import patch_vae_for_pictures
+import predict
+from rope_patch import patch_qwen_model_for_multi_resolution
+from tools.bench_common import (FEW, MODELS, PRESETS, distance, make_model, make_samples, open_device, peak_gib,
+                                seconds, train_step, with_lora, with_pads)
 
-dtype = getattr(torch, args.dtype or ("bfloat16" if args.size == "full" else "float32"))
-torch.set_num_threads(args.threads)
+on_card = args.device.startswith("cuda")
+dtype = getattr(torch, args.dtype or ("bfloat16" if on_card else "float32"))
 device_name = open_device(args.device, dtype)
-config = MODELS[args.size]
-layers = config["num_layers"]
-if args.checkpointing is None:
-    args.checkpointing = layers if args.size == "full" else 0
+config = MODELS["full"] | dict(num_layers=FEW) if on_card else MODELS["small"]
 
-# ---- the ways --------------------------------------------------------------------------------------------------------
+# ---- what is timed: each yields a title and {way: call}, ours first. All calls return the same tensors ---------------
 
-PADDED, PADDED_BATCH = ("padded", "sorted"), 4 # samples
-MODES = dict(packed="packed", **dict.fromkeys(PADDED, "with pads")) # of run_on; all other ways are stock
+def twin(model):
+    """-> a copy with the same weights, so the device never holds a second one."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
-def batches_of(samples, way):
-    n = PADDED_BATCH
-    if way == "sorted":
-        samples = sorted(samples, key=lambda s: -sum(s.lens))
-        n = max(1, n // 2) if len(samples) <= n else n # a single batch would leave nothing to sort
-    if way in PADDED:
-        return [samples[i:i + n] for i in range(0, len(samples), n)]
-    return [samples] if way in ("packed", "bucketed") else [[s] for s in samples]
+@cache
+def make_models():
+    """-> {way: model}. They share the frozen weights; each has a LoRA of its own."""
+    base = predict.place_transformer(make_model(config, dtype, args.device), args.device)
+    packed = with_lora(patch_qwen_model_for_multi_resolution(twin(base)))
+    padded = with_lora(with_pads(twin(base)))
+    single = with_lora(twin(base))
+    stock = with_lora(twin(base), ours=False)
+    stock.enable_gradient_checkpointing()
+    if on_card: # where the whole model would not fit without it
+        for model in (packed, padded, single):
+            model.enable_gradient_checkpointing()
+    return dict(packed=packed, padded=padded, sorted=padded, single=single, stock=stock)
 
-def step(way, models, samples):
-    """Computes one training step -> its loss. The gradients stay in the model."""
-    model = models[way]
-    for p in model.lora.values():
-        p.grad = None
-    total = 0.0
-    for batch in batches_of(samples, way):
-        loss = loss_of(batch, run_on(model, batch, MODES.get(way, "stock")))
-        loss.backward()
-        total = total + loss.detach()
-    return total
+def training(preset):
+    """One step -> its loss and the LoRA's gradients."""
+    samples = make_samples(config, PRESETS[preset], dtype, args.device)
+    by_length = sorted(samples, key=lambda s: sum(s.lens))
+    one_by_one = [[s] for s in samples]
+    # {way: its batches, and the mode of run_on}
+    plans = dict(packed=([samples], "packed"),
+                 padded=([samples], "with pads"),
+                 sorted=([by_length[:2], by_length[2:]], "with pads"),
+                 single=(one_by_one, "stock"),
+                 stock=(one_by_one, "stock"))
+    ways = {way: partial(train_step, model, *plans[way]) for way, model in make_models().items()}
+    yield f"{preset}, (image, text) tokens {' '.join(str(s.lens) for s in samples)}", ways
+
+def encode(vae, pixels):
+    return [vae.encode(pixels).latent_dist.mode()]
+
+def decode(vae, latents):
+    return [vae.decode(latents).sample]
+
+def pictures():
+    """One picture, as library/models/picture_vae.py computes it."""
+    torch.manual_seed(0)
+    stock = AutoencoderKLQwenImage().requires_grad_(False).eval().to(args.device, dtype)
+    ours = patch_vae_for_pictures(copy.deepcopy(stock))
+    for compute, shape in ((encode, (1, 3, 1, 256, 256)), (decode, (1, 16, 1, 32, 32))):
+        x = torch.randn(shape).to(args.device, dtype)
+        ways = dict(ours=partial(compute, ours, x), stock=partial(compute, stock, x))
+        yield f"VAE, {compute.__name__} 256 * 256", ways
+
+def make_encoder(folder):
+    """-> a text encoder of the real width, with random weights, four layers of the vision tower and two behind it."""
+    config = json.loads((folder / "text_encoder/config.json").read_bytes()) # tiny's, for its words
+    real = model_files.CONFIGS["text_encoder/config.json"]
+    words = config["text_config"]["vocab_size"]
+    # every fourth layer of the tower lets all patches see each other, as every eighth of the real 32
+    config["vision_config"] |= real["vision_config"] | dict(depth=4, fullatt_block_indexes=[3])
+    config["text_config"] |= real["text_config"] | dict(
+        num_hidden_layers=2,
+        vocab_size=words,
+        layer_types=["full_attention"] * 2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]))
+    torch.manual_seed(0)
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config)).requires_grad_(False).eval()
+    encoder.lm_head = torch.nn.Identity() # as in cache.load_encoder
+    encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
+    return encoder.to(args.device, dtype)
+
+def prompts():
+    """The prompts about one picture in one pass of the text encoder, and one by one."""
+    ours = load_pipeline(TINY_DATA.parent)
+    ours.processor.image_processor = Qwen2VLImageProcessorPil() # tiny's makes one row of a picture
+    stock = copy.copy(ours)
+    stock.text_encoder = make_encoder(TINY_DATA.parent)
+    ours.text_encoder = one_pass.patch_text_encoder(twin(stock.text_encoder))
+    picture = Image.effect_noise((384, 384), 64).convert("RGB")
+    words = "make it snow on all the roofs and in the garden, and let smoke rise from every chimney"
+
+    def one_by_one(texts):
+        return [encode_prompts(stock, [text], [picture])[0] for text in texts]
+    for n in (2, 4):
+        texts = [words[:20 * (k + 1)] for k in range(n)] # of different lengths, with a common beginning
+        ways = dict(ours=partial(encode_prompts, ours, texts, [picture]),
+                    stock=partial(one_by_one, texts))
+        yield f"text encoder, {n} prompts", ways
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
-def interleave(ways, rounds):
-    """{name: call} -> {name: seconds of every round}. Every second round reverses the order, so that a machine that
-    gets slower or faster affects all of them alike."""
-    times = {name: [] for name in ways}
-    for r in common.progress("rounds", range(rounds)):
-        for name in list(ways) if r % 2 == 0 else reversed(list(ways)):
-            times[name].append(seconds(ways[name], args.device))
-    return {name: np.array(t) for name, t in times.items()}
+def check(ways):
+    """Ends the script unless all ways compute the same. It also warms up: clocks, kernels, the allocator."""
+    ours, *others = ways
+    want = ways[ours]() # any of them would do as the judge
+    for way in others:
+        off = distance(ways[way](), want)
+        if not off <= (1e-4 if dtype == torch.float32 else 0.1): # (NaN fails too)
+            raise SystemExit(f"error: {way}: its numbers are off by {off:.1e} from those of {ours}; it computes "
+                             "something else, so its time would mean nothing")
 
-def ratio(times, way):
-    """-> the text of time(way) / time(packed): median and quartiles of the ratios within each round."""
-    low, median, high = np.quantile(times[way] / times["packed"], [.25, .5, .75])
-    return f"{median:5.2f} [{low:.2f}, {high:.2f}]" + (" INVALID" if high - low > .1 * median else "")
+def interleave(ways):
+    """{way: call} -> {way: seconds of every round}. Every second round reverses the order, so that a machine that gets
+    slower or faster affects all of them alike."""
+    times = {way: [] for way in ways}
+    for r in common.progress("rounds", range(args.rounds)):
+        for way in list(ways) if r % 2 == 0 else reversed(list(ways)):
+            times[way].append(seconds(ways[way], args.device))
+    return {way: np.array(t) for way, t in times.items()}
 
-# ---- training --------------------------------------------------------------------------------------------------------
+def ratio(times, ours):
+    """-> the text of times / ours: median and quartiles of the ratios within each round."""
+    low, median, high = np.quantile(times / ours, [.25, .5, .75])
+    noisy = " INVALID: measure again on a quieter machine" if high - low > .1 * median else ""
+    return f"{median:5.2f} [{low:.2f}, {high:.2f}]{noisy}"
 
-def make_ours():
-    """-> the patched model, as train.py sets it up."""
-    ours = patch_qwen_model_for_multi_resolution(with_lora(make_model(config, dtype, args.device)))
-    if args.checkpointing:
-        checkpoint_blocks(ours, args.checkpointing)
-    if args.compile:
-        import library.models.compilation # which looks for a compiler
-        library.models.compilation.compile_blocks(blocks_of(ours))
-    return ours
-
-def make_models():
-    """-> {way: model}. All of them share one set of frozen weights; there are four copies of the LoRA."""
-    ours = make_ours()
-    single, stock = with_lora(share(ours)), with_lora(share(ours), ours=False)
-    padded = with_lora(with_pads(share(ours)))
-    if args.checkpointing:
-        single.enable_gradient_checkpointing()
-        padded.enable_gradient_checkpointing()
-    stock.enable_gradient_checkpointing()
-    return {"packed": ours, **dict.fromkeys(PADDED, padded), "single": single, "stock": stock, "bucketed": single}
-
-def widest(lens):
-    return [(max(i for i, _ in lens), max(t for _, t in lens))] * len(lens)
-
-def flops_of(way, batches):
-    """-> the FLOPs that this way computes; padding counts as tokens."""
-    blocks = args.checkpointing if way == "packed" else layers if way == "stock" or args.checkpointing else 0
-    lens = [[s.lens for s in batch] for batch in batches]
-    return sum(flops(config, widest(each) if way in PADDED else each, blocks, tail=way != "packed")
-               for each in lens)
-
-def bench_training(preset, models):
-    samples = make_samples(config, PRESETS[preset], dtype, args.device)
-    lens = [s.lens for s in samples]
-    equal_shapes = len(set(PRESETS[preset])) == 1
-    ways = {way: lambda way=way: step(way, models, samples) for way in models if way != "bucketed" or equal_shapes}
-    load = " ".join(f"{x:.1f}" for x in psutil.getloadavg())
-    print()
-    print(f"preset {preset}: (image, text) tokens {' '.join(map(str, lens))} | {args.size} {str(dtype)[6:]} | "
-          f"{device_name} | torch {torch.__version__} | load {load}")
-
-    # the warm-up is also a gate: only ways that compute the same are timed. Each LoRA matrix must agree by itself, as
-    # a mean over all could hide a wrong one
-    want_loss = ways["single"]()
-    want = {name: p.grad.clone() for name, p in models["single"].lora.items() if p.grad is not None}
-    limit = 1e-4 if dtype == torch.float32 else 0.05
-    for way in list(ways):
-        try:
-            first = seconds(ways[way], args.device)
-            if args.device.startswith("cuda") or args.compile: # its clocks and allocator, or the compiler, warm up
-                ways[way]()
-                ways[way]()
-            loss = ways[way]()
-        except torch.OutOfMemoryError:
-            print(f"{way:9s} out of memory")
-            del ways[way]
-            torch.cuda.empty_cache()
-            continue
-        if args.compile and way == "packed":
-            print(f"{way:9s} first call, including compilation: {first:.1f} s")
-        off = [((models[way].lora[name].grad - g).norm() / g.norm()).item() for name, g in want.items()]
-        if not (abs(loss / want_loss - 1) <= limit and all(x <= limit for x in off)): # (NaN fails too)
-            raise SystemExit(f"error: {way}: its loss is {loss:.6f} instead of {want_loss:.6f}, and its worst gradient "
-                             f"is off by {max(off):.1e}; it computes something else, so its time would mean nothing")
-    times = interleave(ways, args.rounds)
-
-    rate, tokens = matmul_rate(dtype, args.device), sum(i + t for i, t in lens)
-    least = flops_of("packed", [samples])
-    print("way        s/step  tokens/s   MFU   peak GiB   time / packed, quartiles    FLOPs / packed     time / FLOPs")
-    lines = []
-    for way in ways:
-        s, r = np.median(times[way]), flops_of(way, batches_of(samples, way)) / least
-        lines.append(f"{way:9s} {s:7.3f} {tokens / s:9.0f}  {flops(config, lens, tail=False) / s / rate:4.0%} "
-                     f"{peak_gib(ways[way], args.device):10.2f}   {ratio(times, way):30s} {r:4.2f} "
-                     f"{np.median(times[way] / times['packed']) / r:16.2f}")
-        print(lines[-1], flush=True)
-    if any("INVALID" in line for line in lines):
-        print("INVALID: the quartiles are more than 10 % apart; measure again on a quieter machine")
-
-if args.what != "training":
-    bench = dict(vae=bench_vae.bench_vae, text=bench_text.bench_text)[args.what]
-    bench(args.size, dtype, args.device, lambda ways: interleave(ways, args.rounds))
-    sys.exit()
-models = make_models()
-for preset in args.preset or dict(small=["mixed", "mild", "uniform"], full=[
-        "mixed_512", "uniform_512", "mixed_1024", "single_1024"])[args.size]:
-    bench_training(preset, models)
+workloads = dict(vae=pictures, text=prompts)
+for what in args.what or (["mixed_1024"] if on_card else ["mixed", "mild"]):
+    for title, ways in workloads.get(what, partial(training, what))():
+        load = " ".join(f"{x:.1f}" for x in psutil.getloadavg())
+        print(f"\n{title} | {str(dtype)[6:]} | {device_name} | torch {torch.__version__} | load {load}")
+        check(ways)
+        times = interleave(ways)
+        ours = next(iter(ways))
+        print(f"way        seconds   peak GiB   time / {ours}, quartiles")
+        for way, call in ways.items():
+            peak = peak_gib(call, args.device) # beside the weights
+            print(f"{way:9} {np.median(times[way]):8.3f} {peak:10.2f}   {ratio(times[way], times[ours])}", flush=True)

@@ -1,36 +1,40 @@
 """
-What bench.py, gpu_check.py and gpu_numbers.py share: models with random weights, samples of noise, and how to count
-FLOPs, seconds and memory.
+What bench.py and gpu_check.py share: models with random weights, samples of noise, a step in several modes, and how to
+count FLOPs, seconds and memory.
 """
-import contextlib
 import ctypes
 import gc
 import math
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import torch
+from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 
-from library.models import devices, quantization
-from training import memory_fit
+from library.models import devices
 import predict
 import rope_patch
 
-HERE = Path(__file__).resolve().parents[1]
 MODELS = dict(
     small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,
                axes_dims_rope=(8, 28, 28)),
     full=dict(num_layers=60, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=3584,
               axes_dims_rope=(16, 56, 56)))
+FEW = 4 # blocks, where the numbers are compared; enough for --offload to fill each of its two buffers twice
+# per sample, in tokens: height x width of its target and of its controls, and the length of its text
+PRESETS = dict(
+    mixed=["8x8 8x8 20", "16x8 8x16 60", "16x16 16x16 110", "32x16 32x16 175"],
+    mild=["15x15 15x15 96", "14x16 16x15 90", "16x16 15x16 115", "15x17 15x16 105"],
+    quick=["2x3 3x2 5", "4x4 4x4 2x2 9", "6x3 3x6 3"], # only shows that it runs
+    mixed_1024=["64x64 64x64 500", "32x32 32x32 300", "48x24 48x24 350", "24x40 24x40 300"],
+    pair_1024=["64x64 64x64 200"]) # that of GUIDE's table of memory
 
 def open_device(device, dtype):
     """Sets up the device as train.py does, before it holds any tensor -> its name. Ends the script if the device cannot
@@ -38,27 +42,51 @@ def open_device(device, dtype):
     devices.check_device("device", device)
     devices.check_card("device", device, str(dtype).removeprefix("torch."))
     if not device.startswith("cuda"):
-        return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+        torch.set_num_threads(1) # so processor time is the clock, as the machine may be shared
+        return "CPU, 1 thread"
     torch.cuda.set_device(torch.device(device).index or 0) # all clocks and counters below read this GPU
     return devices.prepare_card(device, "auto")
 
 # ---- models and samples ----------------------------------------------------------------------------------------------
 
 def make_model(config, dtype, device):
-    """-> a model with random weights. They are made on the device, in their final dtype: in fp32 the full model would
-    not fit."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    """-> a model whose blocks get their weights from predict.place_transformer, one by one, as those of a single file
+    do: so a card that is too small for the whole model can hold it quantized or offloaded."""
     torch.manual_seed(0)
-    with torch.device(device):
-        model = QwenImageTransformer2DModel(**config)
-    torch.set_default_dtype(before)
-    return model.requires_grad_(False)
+    with init_empty_weights():
+        model = QwenImageTransformer2DModel(**config).requires_grad_(False)
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            blank = torch.zeros((), dtype=dtype).expand(p.shape) # the memory of one number
+            setattr(module, name, torch.nn.Parameter(blank, requires_grad=False))
+    blocks = {*rope_patch.blocks_of(model)}
+    for child in model.children():
+        if blocks.isdisjoint(child.modules()):
+            fill(child, device)
+    model.fill_from_file = lambda block, quantize: fill(block, device)
+    return model
 
-def with_lora(model, ours=True, targets=("to_q", "to_k", "to_v", "to_out.0"), dropout=0.0):
+def fill(module, device):
+    """Gives random numbers to the frozen weights, such that a wrong position changes the model's output by a third. As
+    torch initialises them it changes by 6e-4, which the rounding of bf16 would hide. (hot_model in tests/harness.py is
+    the same.)"""
+    for name, p in module.named_parameters():
+        if p.requires_grad: # a LoRA's
+            continue
+        bound = p.shape[-1] ** -0.5
+        weight = torch.empty(p.shape, device=device).uniform_(-bound, bound)
+        if name.endswith("_mod.1.bias"):
+            weight.normal_()
+        elif p.dim() == 1 and name.endswith("weight"): # a norm's
+            weight.fill_(2)
+        elif name.endswith(("to_v.weight", "add_v_proj.weight")):
+            weight.mul_(4)
+        p.data = weight.bfloat16().to(p.dtype) # so a model in fp32 has the same weights as one in bf16
+
+def with_lora(model, ours=True):
     """Adds a LoRA whose fp32 weights are far from zero. ours: train.py's layer, which casts them when it uses them; or
     else peft's own."""
-    config = dict(r=16, lora_alpha=16, target_modules=list(targets), lora_dropout=dropout)
+    config = dict(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
     if ours:
         predict.add_lora(model, **config)
     else:
@@ -70,81 +98,36 @@ def with_lora(model, ours=True, targets=("to_q", "to_k", "to_v", "to_out.0"), dr
         p.data = torch.randn(p.shape, device=p.device).mul(.02)
     return model.train()
 
-def recompute(model, which):
-    """Sets gradient checkpointing: "all" blocks, "all but attention" (where attention is one kernel), or "none"."""
-    options = memory_fit.options_of(selective=which == "all but attention")
-    rope_patch.checkpoint_blocks(model, 0 if which == "none" else None, **options)
-
-def multiplies(model, dtype, device):
-    """Whether this model multiplies its eight-bit weights directly, without unpacking them."""
-    layer = next(module for module in model.modules() if isinstance(module, quantization.LowBitLinear))
-    return quantization.has_product(torch.empty(32, layer.in_features, dtype=dtype, device=device), layer)
-
-def share(source):
-    """-> a stock model that uses the same frozen tensors as `source`, so the device never holds a second copy."""
-    with torch.device("meta"):
-        model = QwenImageTransformer2DModel.from_config(source.config).requires_grad_(False)
-    frozen = {k.replace(".base_layer", ""): v for k, v in source.state_dict().items() if ".lora_" not in k}
-    model.load_state_dict(frozen, assign=True)
-    model.pos_embed = source.pos_embed # its tables are not in the state dict
-    return model
-
-def heat(model):
-    """Scales the weights so that a wrong position changes the output by a third. With the initial weights it changes by
-    6e-4, which the rounding of bf16 would hide. (hot_model in tests/harness.py does the same.)"""
-    for name, weight in model.named_parameters():
-        if name.endswith("_mod.1.bias"):
-            weight.data.normal_()
-        elif re.search(r"norm_(added_)?[qk]\.weight$", name):
-            weight.data.fill_(2)
-        elif name.endswith(("to_v.weight", "add_v_proj.weight")):
-            weight.data.mul_(4)
-    return model
-
-def read_sample(text):
-    """"64x64 32x48 500" -> ([(1, 64, 64), (1, 32, 48)], 500): the shapes of a target and of its controls, and the
-    length of a text, all in tokens."""
-    *pictures, length = text.split()
-    return [(1, *map(int, sides.split("x"))) for sides in pictures], int(length)
-
 def make_samples(config, preset, dtype, device):
-    """-> samples of noise. preset: a text for each, as read_sample has it."""
+    """-> samples of noise. preset: a text for each, as in PRESETS."""
     def randn(*shape):
         return torch.randn(*shape, generator=g).to(device)
     g, samples = torch.Generator().manual_seed(2), []
     for text in preset:
-        img_shapes, txt_len = read_sample(text)
+        *pictures, length = text.split()
+        img_shapes = [(1, *map(int, sides.split("x"))) for sides in pictures]
         lengths = [h * w for _, h, w in img_shapes]
+        timestep = torch.rand((), generator=g).to(dtype).float() # rounded, as a model would round it to its own dtype
         samples.append(SimpleNamespace(
-            img_shapes=img_shapes, lens=(sum(lengths), txt_len), latents=randn(sum(lengths), 64).to(dtype),
-            prompt=randn(txt_len, config["joint_attention_dim"]).to(dtype),
-            timestep=torch.rand((), generator=g).to(device), target=randn(lengths[0], 64)))
+            img_shapes=img_shapes,
+            lens=(sum(lengths), int(length)),
+            latents=randn(sum(lengths), 64).to(dtype),
+            prompt=randn(int(length), config["joint_attention_dim"]).to(dtype),
+            timestep=timestep.to(device),
+            target=randn(lengths[0], 64)))
     return samples
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
-
-def flops(config, lens, checkpointed=0, tail=True):
-    """-> the FLOPs of one training step. lens: (image tokens, text tokens) of each sample; a multiplication with its
-    addition counts as 2. The backward pass of a frozen linear layer costs as much as its forward pass, as only the
-    inputs have a gradient; for attention it costs 2.5 times as much. A checkpointed block costs one more forward pass.
-    Nothing reads the text that leaves the last block, so its output layer and MLP have no backward pass; without
-    `tail`, as in rope_patch, they have no forward pass either, and the text has no query."""
-    d, layers, total = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"], 0
-    for img, txt in lens:
-        linear, attention = 24 * d * d * (img + txt), 4 * d * (img + txt) ** 2
-        total += layers * (2 * linear + 3.5 * attention) + checkpointed * (linear + attention)
-        total -= 18 * d * d * txt
-        if not tail:
-            total -= (22 + 20 * (checkpointed == layers)) * d * d * txt + 3.5 * 4 * d * txt * (img + txt)
-    return total
+# ---- a step ----------------------------------------------------------------------------------------------------------
 
 def run_on(model, samples, mode="packed"):
     """Runs all samples in one forward pass -> their predictions. mode: packed; padded, as others call it; with pads,
     which are computed; or stock, diffusers' own code, for samples of equal shapes."""
-    runs = {"packed": rope_patch.run_packed, "padded": run_padded, "with pads": run_with_pads,
-            "stock": run_stock}
-    latents, prompts, shapes = [[getattr(s, name) for s in samples] for name in ("latents", "prompt", "img_shapes")]
-    return runs[mode](model, latents, prompts, torch.stack([s.timestep for s in samples]), shapes)
+    runs = {"packed": rope_patch.run_packed, "padded": run_padded,
+            "with pads": run_with_pads, "stock": run_stock}
+    latents = [s.latents.to(model.dtype) for s in samples]
+    prompts = [s.prompt.to(model.dtype) for s in samples]
+    timesteps = torch.stack([s.timestep for s in samples])
+    return runs[mode](model, latents, prompts, timesteps, [s.img_shapes for s in samples])
 
 def run_padded(model, latents, prompts, timesteps, img_shapes):
     """rope_patch.run_packed's answer, by a call with rows that are padded to the longest sample."""
@@ -186,12 +169,41 @@ def run_with_pads(model, latents, prompts, timesteps, img_shapes):
                 attention_kwargs={"attention_mask": torch.cat([txt_mask, img_mask], dim=1)})[0]
     return [row[:len(x)] for row, x in zip(out, latents)]
 
-def loss_of(samples, preds):
-    return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
+def train_step(model, batches, mode="packed"):
+    """Computes one training step, a forward and a backward pass for each batch -> its loss and the LoRA's gradients, as
+    a list of tensors."""
+    for p in model.lora.values():
+        p.grad = None
+    total = 0
+    for batch in batches:
+        preds = run_on(model, batch, mode)
+        loss = sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(batch, preds))
+        loss.backward()
+        total = total + loss.detach()
+    return [total, *[p.grad for p in model.lora.values()]]
+
+def distance(got, want):
+    """-> the relative L2 distance between two lists of tensors, all together."""
+    def join(tensors):
+        return torch.cat([tensor.double().flatten() for tensor in tensors])
+    return ((join(got) - join(want)).norm() / join(want).norm()).item()
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+def flops(config, lens):
+    """-> the FLOPs of one training step of rope_patch that recomputes nothing. lens: (image tokens, text tokens) of
+    each sample; a multiplication with its addition counts as 2. The backward pass of a frozen linear layer costs as
+    much as its forward pass, as only the inputs have a gradient; for attention it costs 2.5 times as much. Nothing
+    reads the text that leaves the last block, so that has no query, output layer or MLP."""
+    d, total = config["num_attention_heads"] * config["attention_head_dim"], 0
+    for img, txt in lens:
+        linear, attention = 24 * d * d * (img + txt), 4 * d * (img + txt) ** 2
+        total += config["num_layers"] * (2 * linear + 3.5 * attention)
+        total -= 40 * d * d * txt + 3.5 * 4 * d * txt * (img + txt)
+    return total
 
 def seconds(f, device):
-    """-> how long one call takes: on a GPU by its own clock; on a CPU in processor time with one thread, as the machine
-    may be shared, or else in wall time."""
+    """-> how long one call takes: on a GPU by its own clock, on a CPU in processor time."""
     if device.startswith("cuda"):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -199,10 +211,9 @@ def seconds(f, device):
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1000
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    t0 = clock()
+    t0 = time.process_time()
     f()
-    return clock() - t0
+    return time.process_time() - t0
 
 def used_gib(device):
     """-> the GiB that tensors use on the GPU now, or this process on a CPU."""
@@ -227,46 +238,11 @@ def peak_gib(f, device):
     f()
     return int(re.search(rb"VmHWM:\s*(\d+)", Path("/proc/self/status").read_bytes())[1]) / 2**20 - before
 
-def timed(f, device, before):
-    """-> dict: the seconds of the first call, which may compile; the median of three later ones; the GiB that they add.
-    before() runs once, after the warm-up."""
-    first, times = seconds(f, device), []
-    f()
-    before()
-    peak = peak_gib(lambda: times.extend(seconds(f, device) for _ in range(3)), device)
-    return {"first call": first, "seconds": float(np.median(times)), "added GiB": peak}
-
 def matmul_rate(dtype, device):
     """-> the FLOP/s of one large matrix product on this device. MFU is a share of it."""
     n = 8192 if device.startswith("cuda") else 1024
     a = torch.randn(n, n, device=device, dtype=dtype)
-    return 2 * n**3 / min(seconds(lambda: a @ a, device) for _ in range(10))
-
-# ---- other programs --------------------------------------------------------------------------------------------------
-
-started = [] # all processes; the caller has to end those that are left: they would occupy the GPU
-
-def start(*command):
-    """Starts `python COMMAND` in the project's folder -> its process, whose output is a pipe."""
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=HERE, start_new_session=True, encoding="utf-8",
-                               errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    started.append(process)
-    return process
-
-def output_of(*command):
-    """Starts it and waits for it -> what it wrote. RuntimeError with the last error in that if it fails."""
-    process = start(*command)
-    text = process.communicate()[0].strip()
-    if process.returncode:
-        errors = [line for line in text.splitlines() if "rror:" in line]
-        raise RuntimeError(errors[0] if errors else text[-90:])
-    return text
-
-def end(process):
-    """Kills a process, and those that it has started."""
-    if process.poll() is None:
-        whole = psutil.Process(process.pid)
-        for each in [whole, *whole.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        process.wait()
+    times = []
+    for _ in range(10):
+        times.append(seconds(lambda: a @ a, device))
+    return 2 * n**3 / min(times) # the fastest is the card's own; the first ones also wait for clocks and kernels
