@@ -294,7 +294,7 @@ def test_masks_by_hand_are_read_as_the_training_reads_them_and_shown(tmp_path):
     assert abs(got[4:28] - target[4:28]).mean() < 4 and abs(got[36:] - target[36:] // 4).mean() < 4
 
 def test_a_mask_beside_the_edit_is_found(tmp_path):
-    """12 of 12 inverted ones, through JPEG, also of a whole picture that is a little lighter; none of the right ones."""
+    """12 of 12 inverted ones, through JPEG, also where all is a little lighter; none of the right ones."""
     for n, image in enumerate(photographs(12)):
         target = with_something(image)
         mask = ImageChops.difference(target, image).convert("L").point(lambda level: 255 * (level > 8))

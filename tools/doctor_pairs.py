@@ -139,8 +139,8 @@ def change_of_detail(target, control):
     return 1.0
 
 def change_by_mask(target_HW, control_HW, mask):
-    """-> by how many levels small_copy of a target and of its control differ where a mask is white, and where black. Not
-    for a mask that is all white or black."""
+    """-> by how many levels small_copy of a target and of its control differ where a mask is white, and where it is
+    black. Not for a mask that is all white or black."""
     white_HW = np.asarray(mask.convert("F").resize((SIDE, SIDE), Image.BOX)) / 255
     change_HW = abs(target_HW.astype(float) - control_HW)
     return [(change_HW * part_HW).sum() / part_HW.sum() for part_HW in (white_HW, 1 - white_HW)]
