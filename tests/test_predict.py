@@ -31,7 +31,7 @@ from training.validation import psnr
 import predict
 from tests.harness import (EXACT, NATIVE, ON_DEVICE, TINY, add_item, cached_files, copy_model, encoder_flags,
                            is_one_line, job_of, kill, lora_file, paint_picture, rel, results_of, run_script, save, show,
-                           start_ranks, stock_area, stock_pipeline, until, works, write_jobs)
+                           start_ranks, stock_area, stock_pipeline, until, within, works, write_jobs)
 
 def draw(*flags, steps=2):
     """predict.py -> result of run_script, which went well."""
@@ -435,9 +435,12 @@ def warnings_of(result):
     return [line for line in result.err.splitlines() if line.startswith("warning: ")]
 
 @pytest.mark.parametrize("flags, said", [
+    ("--target_pixels 4900", "changes its aspect by 33.3%"), ("--height 96 --width 32", "32x96 changes its aspect"),
+    ("--height 96 --width 48", None),
     ("--negative_prompt=ugly --true_cfg_scale 1", "has no effect at a CFG scale of 1 or below"),
     ("--negative_prompt ugly --true_cfg_scale 2", None), ("--true_cfg_scale 1", None)])
-def test_a_negative_prompt_without_cfg_is_a_warning(tmp_path, photos, flags, said):
+def test_what_may_not_be_meant_is_a_warning(tmp_path, photos, flags, said):
+    """A shape that is bent, by rounding to 32, or by flags for its sides; a negative prompt without CFG."""
     warned = warnings_of(draw("--image", photos[1], "--prompt", "x", "--out", tmp_path / "a.png", *flags.split()))
     assert len(warned) == bool(said) and (not said or said in warned[0])
 
@@ -455,6 +458,19 @@ def test_a_base_that_is_distilled_by_its_name_is_told(name, is_distilled):
         assert bool(said) == is_distilled and (not said or f"--{flag} {name}" in said[0]), said
         settings_1 = SimpleNamespace(negative_prompt=" ", true_cfg_scale=1.0)
         assert not sample_checks.result_warnings(args, [(sample, settings_1)])
+
+PLACEHOLDERS = ["<image>\nmake it red", "<image1> red", "{make it red|make it blue}", "a __color__ hat",
+                "<lora:x:1> red", "{caption}", "[filewords]"]
+
+def test_placeholders_of_other_programs_are_one_warning_with_a_count():
+    """And what only looks like one is none."""
+    fine = ["make it <red>", "1 < 2 and 3 > 2", 'write {"a": 1}', "{}", "a|b", "snake__case__word", "x[0]"]
+    for texts, count in ((PLACEHOLDERS, len(PLACEHOLDERS)), *(([text], 1) for text in PLACEHOLDERS), (fine, 0)):
+        said = sample_checks.placeholders([SimpleNamespace(prompts=texts), SimpleNamespace(prompts=["go"])])
+        assert len(said) == bool(count) and (not said or said[0].startswith(f"{count} prompts ")), said
+    for text in ("{" * 200_000, "{" + "|" * 200_000, "-__" * 60_000, "<lora" * 40_000): # each would take hours
+        with within(5):
+            sample_checks.placeholders([SimpleNamespace(prompts=[text])])
 
 def test_several_pictures_for_one_result_are_a_warning(tmp_path, photos):
     """Four pictures are rather meant as four edits. (Several prompts of a job are an error: test_dataset.)"""

@@ -187,7 +187,7 @@ def test_validation_pictures_that_are_trained_too_are_counted_by_content(data, t
     val = add_item(tmp_path / "val", "new")
     for path in data.glob("*/cat.*"): # the same pair, under another name
         shutil.copy(path, val / path.parent.name / f"copy{path.suffix}")
-    words = "warning: 1 of 2 samples of --val_data have targets that are also trained, for instance copy"
+    words = "warning: 1 of 2 samples of --val_data have pictures that are also trained, for instance copy"
     flags = ["--data", data, "--cache_dir", tmp_path / "c", *ON_DEVICE]
     save(paint_picture().convert("L"), data / "mask/cat.png") # which changes the latents' file
     assert words in run_script("cache.py", *flags, "--val_data", val).out

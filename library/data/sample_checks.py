@@ -24,21 +24,25 @@ def describe(samples, val_samples):
     if auto := sum("mask" in s.encodings[0] for s in samples):
         lines.append(f"--mask auto looks for the edit in {auto} pairs; tools/doctor.py DATA --mask auto shows what it "
                      "finds")
-    # by the hashes of files, as a copy may have another name
-    trained = {s.contents.get(s.target) for s in samples} - {None} # (an imported cache names no pictures)
-    shared = [s.name for s in val_samples if s.contents.get(s.target) in trained]
+    trained = set().union(*map(photographs_of, samples))
+    shared = [s.name for s in val_samples if trained & photographs_of(s)]
     if shared:
-        lines.append(f"warning: {len(shared)} of {len(val_samples)} samples of --val_data have targets that are also "
+        lines.append(f"warning: {len(shared)} of {len(val_samples)} samples of --val_data have pictures that are also "
                      f"trained, for instance {shared[0]}: they do not tell what the LoRA makes of others; move such "
                      "pairs, do not copy them")
     return lines
+
+def photographs_of(sample):
+    """-> hashes of a sample's target and first control, as a copy may have another name. (None of an imported cache,
+    which names no pictures.)"""
+    return {sample.contents.get(path) for path in [sample.target, *sample.controls[:1]]} - {None}
 
 def training_warnings(args, samples, val_samples):
     """What a person may not expect of a training of these planned samples -> lines; InputError for what cannot be
     meant. args: train.py's flags, or those that cache.py and tools/lean_train.py have of them."""
     if not samples or "max_steps" not in args: # all samples have errors, which are listed; or nothing is trained
         return []
-    lines = []
+    lines = distortion(samples) + placeholders(samples)
     # one sample alone is a pass, however long it is
     length, name = max((tokens_of(sample), sample.name) for sample in samples)
     if length > args.max_tokens:
@@ -55,7 +59,8 @@ def training_warnings(args, samples, val_samples):
     is_sampled = is_given("--sample_every") and args.sample_every # (tiny has a default)
     if is_sampled and not val_samples:
         lines.append("--sample_every: nothing will be generated; give pairs that are not trained as --val_data")
-    lines += without_guidance([args.true_cfg_scale])
+    if "true_cfg_scale" in args: # cache.py and lean_train.py draw nothing
+        lines += without_guidance([args.true_cfg_scale])
     return [f"warning: {line}" for line in lines]
 
 def tokens_of(sample):
@@ -79,7 +84,7 @@ def result_warnings(args, requests):
     """The same of predict.py's flags and its pairs of a planned sample and its Settings."""
     samples = [sample for sample, _ in requests]
     scales = [settings.true_cfg_scale for _, settings in requests]
-    lines = without_guidance(scales)
+    lines = distortion(samples) + placeholders(samples) + without_guidance(scales)
     base = distilled(args)
     if base and max(scales, default=1) > 1:
         lines.append(f"{base}, and is for a CFG scale of 1; give --true_cfg_scale 1")
@@ -100,3 +105,29 @@ def distilled(args):
     if not re.search(r"(?i)lightning|turbo|rapid|(?<!\d)[48][-_ ]?steps?", name):
         return ""
     return f"--{flag} {name}: is distilled to few steps, by its name"
+
+# what other programs replace before they read a prompt: <image>, <lora:NAME:1>, {one|other}, {caption}, __color__
+PLACEHOLDERS = re.compile(r"<(image|img|video|lora|lyco|hypernet)[^<>]{0,99}>|\{\w{1,99}\}|\{[^{}|]*\|[^{}]*\}|"
+                          r"(?<!\w)__[\w/-]{1,99}__(?!\w)|\[file(name|words)\]", re.IGNORECASE)
+
+def placeholders(samples):
+    """-> a line about prompts that were written for another program."""
+    found = [prompt for sample in samples for prompt in sample.prompts if PLACEHOLDERS.search(prompt)]
+    if not found:
+        return []
+    return [f"{len(found)} prompts hold what another program replaces, and here is read as it stands, for instance "
+            f"{PLACEHOLDERS.search(found[0])[0]!r:.60} in {found[0]!r:.99}; write the words themselves"]
+
+def distortion(samples):
+    """-> a line about the target whose aspect changes most, if that is by more than 10 %: by sides that are rounded to
+    32, or by those that are given."""
+    changes = []
+    for sample in samples:
+        width, height = sample.sizes[0]
+        for encoding in sample.encodings:
+            _, h, w = encoding["img_shapes"][0]
+            changes.append((abs(w / h * height / width - 1), sample.name, f"{16 * w}x{16 * h}"))
+    change, name, size = max(changes, default=(0, "", ""))
+    if change <= 0.1:
+        return []
+    return [f"{name}: {size} changes its aspect by {change:.1%}; give a larger area, or sides of its shape"]
