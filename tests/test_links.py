@@ -91,7 +91,7 @@ def test_a_run_folder_that_is_a_link_to_nowhere_is_called_that(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "unmounted")
     for folder in (tmp_path / "out", tmp_path / "out/run"):
         with refused(tmp_path / "out", "leads nowhere"):
-            run_folder.check(folder, "none")
+            run_folder.check(folder)
 
 # ---- spellings -------------------------------------------------------------------------------------------------------
 

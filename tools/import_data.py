@@ -58,8 +58,8 @@ from tools.import_configs import ASK, CONFIGS, is_config, next_commands, read_co
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
 FOLDERS = dict(
-    target="target targets target_images training_images images image_dir edited_images after".split(),
-    control="control controls control_images control_dir reference_images before".split(),
+    target="target targets target_images training_images images image_dir edited_images".split(),
+    control="control controls control_images control_dir reference_images".split(),
     mask="mask masks mask_images".split())
 COLUMNS = dict(
     target="target target_image target_img image output output_image edited edited_image after file_name".split(),
