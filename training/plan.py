@@ -285,8 +285,9 @@ def say_memory(args, blocks, lora_bytes, added, weights):
         device = base, learning, max(added(blocks - again, quantize=quantize), 3 * lora_bytes)
         cards = [f"{gb} GB" for gb in CARDS if sum(device) <= card_room(gb)]
         numbers = " ".join(f"{n / GIB:7.2f}" for n in (*device, sum(device), host))
-        say(f"{numbers} {[*cards, '-'][0]:>6}  --gradient_checkpointing {again} --quantize {quantize} --offload "
-            f"{offload}{' --fsdp' if args.fsdp else ''}{' (as given)' if row == given else ''}")
+        words = [f"--gradient_checkpointing {again} --quantize {quantize} --offload {offload}"]
+        words += ["--fsdp"] * args.fsdp + ["(as given)"] * (row == given)
+        say(f"{numbers} {[*cards, '-'][0]:>6}  {' '.join(words)}")
 
 
 def fit_on(card, args, transformer, largest, added, taken):
@@ -321,7 +322,8 @@ def hours_on(card, args, work, transformer, fits, model, shared, copied, gathere
 
     def seconds_of(dealt, how): # the processes wait for the one that has most to do
         return max(step_seconds(transformer, packs, card, *how) for packs in dealt)
-    a_step, asking = [mean(seconds_of(dealt, how) for dealt in work.steps) for how in (step, forward)]
+    a_step = mean(seconds_of(dealt, step) for dealt in work.steps)
+    asking = mean(seconds_of(dealt, forward) for dealt in work.steps)
     asked = 1 if args.fsdp and args.preserve else args.preserve # as in train.py's ask_base
     pictures = work.pictures * PICTURE / world()
     drawing = args.num_inference_steps * seconds_of(work.sampling, forward) + pictures

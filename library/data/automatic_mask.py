@@ -152,7 +152,10 @@ def find_motion(target, control, size):
     """-> the motion that makes the control the target, in pixels of copies of `size`, or None. Tried from rest, from
     where phase correlation peaks, and from zooms; of the motions that pass, that with the most edges counts."""
     scales = [scale for scale in (8, 4, 2, 1) if round(max(size) / scale) >= 24 or scale == 1]
-    copies = [[high_pass(im, [max(4, round(n / scale)) for n in size]) for im in (target, control)] for scale in scales]
+    copies = []
+    for scale in scales:
+        small = [max(4, round(n / scale)) for n in size]
+        copies.append([high_pass(im, small) for im in (target, control)])
     (_, fine), (_, control_fine) = copies[-1]
     best, best_lead = None, 0
     for n, motion in enumerate(starts_of(fine, control_fine)):

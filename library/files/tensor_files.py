@@ -86,8 +86,8 @@ def read_tensors(path, meta_key="json", key=None, data=None, note=None):
         meta = json.loads(entries[meta_key])
         number, digest, _ = [meta.pop(name, "") for name in ("format", "sha256", "tensors")]
         unsigned = entries[meta_key].replace(digest, NO_DIGEST, 1)
-        written, found = [[f"{name} {text}" for name, text in notes.items() if name != meta_key]
-                          for notes in (meta.pop("notes", {}), entries)]
+        written = [f"{name} {text}" for name, text in meta.pop("notes", {}).items()]
+        found = [f"{name} {text}" for name, text in entries.items() if name != meta_key]
         edited = is_changed(written, found) # and not just a flipped bit
         intact = number == FORMAT and content_digest(data, unsigned) == digest and (edited or written == found)
     except Exception as e: # it is missing, or a foreign file, which can fail in any way

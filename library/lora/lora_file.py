@@ -157,7 +157,10 @@ def matrices_of(lora):
     """-> {layer: [lora_A (r, inputs), lora_B (outputs, r)]}."""
     state = lora.state
     layers = [key[len("transformer."):-len(".lora_A.weight")] for key in state if key.endswith(".lora_A.weight")]
-    return {layer: [state[f"transformer.{layer}.lora_{half}.weight"] for half in "AB"] for layer in layers}
+    matrices = {}
+    for layer in layers:
+        matrices[layer] = [state[f"transformer.{layer}.lora_{half}.weight"] for half in "AB"]
+    return matrices
 
 
 def config_of(lora):
