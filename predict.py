@@ -629,7 +629,7 @@ def main(args):
         cache.refuse_changed_parts(parts.values(), models.values(), args.cache_dir)
 
     # a LoRA on another base than its own is allowed, with a line
-    here = lora_file.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
+    here = lora_file.base_of(args.model, args.transformer, folder, transformer_folder)
     lora_file.warn_other_base(loras, here)
     pipe = cache.load_pipeline(folder, args.cache_dir)
     requests, wrong = plan_requests(pipe, samples, geometry, args)

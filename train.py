@@ -647,10 +647,10 @@ config = resume.compared_settings(args, pretrained_hash=pretrained_hash, geometr
                                   scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 around = versions | describe_environment() | dict(script=common.file_hash(__file__)[:12])
-base = lora_file.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
+base = lora_file.base_of(args.model, args.transformer, model_folder, transformer_folder)
 date = checkpoint.info.get("date") if checkpoint else None # a resumed run keeps its own: its file does not differ
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, run=out_dir.resolve().name,
-            date=str(date or time.strftime("%Y-%m-%d", time.gmtime())), **base)
+            date=str(date or time.strftime("%Y-%m-%d", time.gmtime())), **base, model_hash=hashes["model"])
 
 if val_samples: # a validation also draws pictures
     drawer = validation.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir,

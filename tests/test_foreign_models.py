@@ -121,6 +121,7 @@ def test_a_damaged_json_file_of_a_model_is_one_line(tmp_path, file):
     ("transformer/config.json", dict(num_layers=400), "asks for"),
     ("transformer/config.json", dict(axes_dims_rope=[10**9] * 3), "axes_dims_rope"),
     ("transformer/config.json", dict(other=[[["x", 1e300]]]), "other"),
+    ("transformer/config.json", dict(zero_cond_t="false"), "zero_cond_t is the text"), # which is true
     ("vae/config.json", dict(dim_mult=[10**6] * 4), "dim_mult"), ("vae/config.json", dict(z_dim=32), "z_dim"),
     ("vae/config.json", dict(base_dim=500), "asks for"),
     ("vae/config.json", dict(latents_std=[1.0] * 15 + [0]), "latents_std"),

@@ -253,13 +253,13 @@ image_dir = "after"
 conditioning_data_dir = "before"
 num_repeats = 10
 """}, "pretrained_model_name_or_path shuffle_caption",
-      "--model Qwen/Qwen-Image-Edit-2509 --target_pixels 512x512 --repeats 10 --lora_rank 64"),
+      "--model Qwen/Qwen-Image-Edit-2511 --target_pixels 512x512 --repeats 10 --lora_rank 64"),
     "OneTrainer": ({
         "snow.json": dict(training_method="LORA", concept_file_name="concepts.json", resolution=512, lora_rank=32,
                           transformer=dict(weight_dtype="FLOAT_8"), secrets=dict(huggingface_token="hf_secret")),
         "concepts.json": [dict(path="concept", enabled=True, balancing=5.0, balancing_strategy="REPEATS", seed=-1)]},
         "training_method secrets.huggingface_token concepts.balancing concepts.balancing_strategy concepts.seed",
-        "--model Qwen/Qwen-Image-Edit-2509 --target_pixels 512x512 --lora_rank 32 --quantize fp8"),
+        "--model Qwen/Qwen-Image-Edit-2511 --target_pixels 512x512 --lora_rank 32 --quantize fp8"),
     "SimpleTuner": ({
         "config/config.json": {"--data_backend_config": "config/multidatabackend.json", "--model_flavour": "edit-v2",
                                "--lora_rank": 8, "--use_ema": "true", "--ema_decay": 0.99, "--report_to": "wandb"},

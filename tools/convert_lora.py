@@ -167,7 +167,7 @@ def merge(loras, scales, model, dtype, out):
     copied.append(folder / "model_index.json")
     for file in copied:
         stray_files.refuse_outside(file, folder)
-    base = lora_file.base_of(model, None, folder, folder, None) # its hash, of 41 GB, is not needed
+    base = lora_file.base_of(model, None, folder, folder)
     lora_file.warn_other_base(loras, base)
     transformer = predict.load_transformer(folder, dtype)
     line = add_loras(transformer, folder / "transformer", loras, scales, dtype)

@@ -141,8 +141,8 @@ def examine_pair(target, control):
     motion, cast = find_change(target, control)
     if motion is not None:
         dx, dy, zoom, turn = scaled(inverse(motion), max(w, h) / max(size)) # how the target shows the control's scene
-        percent = 100 * math.hypot(1 + zoom, turn) - 100
-        degrees = math.degrees(math.atan2(turn, 1 + zoom))
+        percent = round(100 * math.hypot(1 + zoom, turn) - 100, 1) + 0.0 # no -0.0
+        degrees = round(math.degrees(math.atan2(turn, 1 + zoom)), 1) + 0.0
         findings["moved"] = (f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {percent:+.1f} %, "
                              f"turned {degrees:+.1f} degrees clockwise")
     if cast is not None:
@@ -302,7 +302,7 @@ def examine(samples, args):
         rows[indices[0]]["findings"].append(f"{kind}: {words}")
     return good, rows, findings, problems
 
-def pictures_of(samples):
+def shown_pictures(samples):
     """-> [(title, picture)] of a sample, or of a sample and its twin."""
     pictures = []
     for whose, sample in zip(("", "its "), samples):
@@ -315,7 +315,7 @@ def with_mask(samples, args):
     """-> the pictures of one sample and, if it has a mask, the target with all dark that this does not count as edited:
     the mask by hand or, without one or if it is empty, what --mask auto makes at the first of --target_pixels."""
     [sample] = samples
-    pictures = pictures_of(samples)
+    pictures = shown_pictures(samples)
     (_, control), (_, target) = pictures[0], pictures[-1]
     mask = read_mask(sample.mask) if sample.mask else None
     if args.mask and sample.controls and (not mask or mask_is_empty(mask)):
@@ -335,7 +335,7 @@ def differences(samples):
         pictures.append((f"difference {when}", ImageChops.difference(target, control)))
     return pictures
 
-def show_pairs(folder, title, samples, entries, meaning="", pictures=pictures_of):
+def show_pairs(folder, title, samples, entries, meaning="", pictures=shown_pictures):
     """Writes the pictures of the first entries to FOLDER/pictures, at up to 1024 pixels -> a section of the page, None
     without entries. entries: [(description, indices of samples)]; pictures(samples) -> [(title, picture)]."""
     cards = []

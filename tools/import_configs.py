@@ -228,7 +228,7 @@ DATA_KEYS = dict(
     kohya="image_directory image_dir image_jsonl_file control_directory conditioning_data_dir caption_extension "
           "dataset_config",
     onetrainer="concepts.path concepts.enabled concept_file_name",
-    simpletuner="id type dataset_type disabled instance_data_dir conditioning_data conditioning_type "
+    simpletuner="id type dataset_type disabled disable instance_data_dir conditioning_data conditioning_type "
                 "source_dataset_id caption_strategy disable_multiline_split data_backend_config",
     diffsynth="dataset_base_path dataset_metadata_path")
 # their words for our values, without marks and capitals
@@ -356,7 +356,7 @@ def next_commands(settings, out, val):
     """-> lines: what is not taken over, and the commands that come next. settings: or None, of data without; val: the
     folder of the samples that are held out, or None."""
     doctor = ["python", "tools/doctor.py", out]
-    train = ["python", "train.py", "--model", "Qwen/Qwen-Image-Edit-2509", "--data", out]
+    train = ["python", "train.py", "--model", "Qwen/Qwen-Image-Edit-2511", "--data", out]
     if val:
         doctor.append(val)
         train += ["--val_data", val]
@@ -456,7 +456,7 @@ def simpletuner_pairs(rows):
     named, pairs = set(), []
     for row in rows:
         named.update(as_list(row.get("conditioning_data") or []))
-    rows = [row for row in rows if not row.get("disabled")]
+    rows = [row for row in rows if not (row.get("disabled") or row.get("disable"))]
     conditions = {row["id"]: row for row in rows if row.get("dataset_type") == "conditioning"}
     for row in rows:
         if row.get("dataset_type", "image") not in ("image", "conditioning") or row.get("type", "local") != "local":

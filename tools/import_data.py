@@ -163,15 +163,16 @@ def match_rests(files, folders):
     for role, folder in folders.items():
         others, other_form = cut_shared(stems_of(role, "picture", files))
         is_part = targets.keys() <= others.keys() or others.keys() <= targets.keys() # a phone has unedited ones, too
-        if "" in targets or not is_part or not {*targets.values()}.isdisjoint(others.values()):
+        is_empty = not targets or not others or "" in targets
+        if is_empty or not is_part or not {*targets.values()}.isdisjoint(others.values()):
             continue
         before = len(found)
         for rest, name in others.items():
-            first, number = re.fullmatch(r"(?s)(.+?)(_\d+)?", rest).groups("")
+            first = re.sub(r"_\d+\Z", "", rest)
             if rest in targets:
                 found[role, name] = targets[rest]
             elif first in targets:
-                found[role, name] = targets[first] + number
+                found[role, name] = targets[first] + rest[len(first):]
         tell(f"{folder}: {len(found) - before} of {len(others)} names are matched by what differs in them: "
              f"{other_form} belongs to {form}")
     return found
@@ -654,7 +655,7 @@ def convert(args, columns, tmp):
     if not samples and not problems:
         problems.append(error_line(f"{source}: no sample in it; see -h for the layouts, or {ASK}"))
     held_out = []
-    if args.hold_out and (args.skip_bad or not problems):
+    if args.hold_out and samples and (args.skip_bad or not problems):
         held_out = choose_held_out(samples, args.hold_out)
     for place, sample in enumerate(samples):
         write_sample(sample, tmp / ("held_out" if place in held_out else "out"))

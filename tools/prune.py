@@ -58,8 +58,10 @@ def main():
     size = sum(file.lstat().st_size for file in unknown) / 1e9
     for file in unknown if args.delete else []:
         disk.delete(file, "belongs to no dataset", "mend that, and run again")
-    what_next = "deleted" if args.delete else "--delete deletes them"
-    common.tell(f"{args.cache_dir}: {len(unknown)} files, {size:.3f} GB, belong to no dataset; {what_next}")
+    what_next = ""
+    if unknown:
+        what_next = "; deleted" if args.delete else "; --delete deletes them"
+    common.tell(f"{args.cache_dir}: {len(unknown)} files, {size:.3f} GB, belong to no dataset{what_next}")
 
 if __name__ == "__main__":
     main()

@@ -285,9 +285,12 @@ def say_memory(args, blocks, lora_bytes, added, weights):
         device = base, learning, max(added(blocks - again, quantize=quantize), 3 * lora_bytes)
         cards = [f"{gb} GB" for gb in CARDS if sum(device) <= card_room(gb)]
         numbers = " ".join(f"{n / GIB:7.2f}" for n in (*device, sum(device), host))
-        words = [f"--gradient_checkpointing {again} --quantize {quantize} --offload {offload}"]
-        words += ["--fsdp"] * args.fsdp + ["(as given)"] * (row == given)
-        say(f"{numbers} {[*cards, '-'][0]:>6}  {' '.join(words)}")
+        words = f"--gradient_checkpointing {again} --quantize {quantize} --offload {offload}"
+        if args.fsdp:
+            words += " --fsdp"
+        if row == given:
+            words += " (as given)"
+        say(f"{numbers} {[*cards, '-'][0]:>6}  {words}")
 
 
 def fit_on(card, args, transformer, largest, added, taken):

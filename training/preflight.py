@@ -14,7 +14,7 @@ import shutil
 import torch
 
 import predict
-from common import InputError, first_words, on_first_process, rank, warn_once
+from common import FULL, InputError, first_words, on_first_process, rank, warn_once
 from training.optimizers import KNOWN, averaged_weights, d_of, trial
 from training.resume import load_optimizer, names_in_file, read_checkpoint, read_optimizer, save_optimizer, take_steps
 
@@ -58,6 +58,8 @@ def check_files(out_dir, folder, lora, make_optimizer, write_checkpoint):
             elif not same_bits(read[name], trained[name].cpu()):
                 found = f"it has other numbers in {name}"
     except InputError as e: # which names a file that will not be there
+        if getattr(e.__context__, "errno", None) in FULL: # as by a quota
+            raise
         found = first_words(e).removeprefix("error: ")
     except Exception as e: # of code that a person has changed, which can fail in any way
         found = f"{type(e).__name__}: {first_words(e)}"

@@ -180,8 +180,10 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         if rows:
             sheets = contact_sheets.validation_sheets(folder, step, records)
             tell(f"{folder}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
-        for name, image in sheets.items():
+        for n, (name, image) in enumerate(sheets.items()):
             path = result_files.beside(folder / f"step_{step:06d}_{name}.png", ".png")
+            if name not in path.stem: # it was cut, and another one may begin alike
+                path = result_files.beside(path, f"-{n}.png")
             predict.save_png(image, path)
         # with the flags of sampling, which --resume may have changed
         means = {name: dict(zip(best_step.KINDS, np.mean(psnrs, 0).tolist())) for name, psnrs in groups.items()}
@@ -212,4 +214,4 @@ def why_validation_not_finite(lost):
     whose = dict(lora="with the trained LoRA", base="of the base").get(name, f"for the {name}")
     return (f"warning: NaN or Inf in {len(lost)} pictures, for instance in what the {model} computed {whose} ({file}); "
             "no PSNR of this validation is computed or ranked; if that stays so, start a new run with a lower --lr or "
-            "--true_cfg_scale, or without --sample_lora")
+            "--true_cfg_scale, without --sample_lora, or with another copy of the model")

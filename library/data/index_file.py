@@ -113,9 +113,10 @@ def fits(value, form):
 
 TABLE = 4096 # rotary positions of a side, and of a text (rope_patch.ROPE_TABLE, which would import torch)
 NONE = type(None)
-PATH = re.compile(rb"[^\0]{1,4000}") # to anywhere, of a picture that was encoded
+PATH = re.compile(rb"(?!.*[^/]{256})[^\0]{1,4000}", re.DOTALL) # to anywhere, of a picture that was encoded
 # A relative name that stays in its folder, on any system: no drive, no part that is empty, . or .., or too long.
-NAME = re.compile(rb"(?s)(?=[^\0]{1,3000}\Z)(?![A-Za-z]:)(?!(.*[/\\])?\.{0,2}([/\\]|\Z))(?!.*[^/\\]{256}).*")
+PART = rb"(?!\.\.?([/\\]|\Z))[^\0/\\]{1,255}"
+NAME = re.compile(rb"(?=.{1,3000}\Z)(?![A-Za-z]:)" + PART + rb"([/\\]" + PART + rb")*", re.DOTALL)
 # a picture's whole hash, as dataset.picture_facts has it: who has not the picture cannot name it
 HASH = re.compile(rb"[0-9a-f]{64}( in sRGB)?")
 LATENTS = re.compile(rb"latents/[0-9a-f]{32}\.safetensors")

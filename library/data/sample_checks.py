@@ -76,7 +76,7 @@ def has_mask(sample):
 
 def without_guidance(scales):
     """-> a line about the flag that guidance alone reads. scales: of CFG, all that are used."""
-    if max(scales, default=2) > 1 or not is_given("--negative_prompt"):
+    if not scales or max(scales) > 1 or not is_given("--negative_prompt"):
         return []
     return ["--negative_prompt: has no effect at a CFG scale of 1 or below; raise --true_cfg_scale, or leave it out"]
 

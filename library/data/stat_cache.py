@@ -19,7 +19,7 @@ import common
 from common import InputError, LONG_TEXT, quiet, run_ahead, write_file
 
 OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; a person's pictures.txt is not replaced
-FORM = 4 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
+FORM = 5 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
 SETTLED = 2 * 10**9 # ns: a file that changes twice within one tick of its disk's clock (2 s on FAT) keeps its times
 
 

@@ -169,7 +169,8 @@ def seen_from(folder, path):
 
 
 def first_of(names):
-    return ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
+    more = ", ..." if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def sort_out(folder, found):

@@ -109,7 +109,8 @@ def judge(path, tensors, text, fix, note):
     written = about.get("tensors")
     is_newer = type(number) is int and number > FORMAT
     if is_newer or not SIGNED.match(text):
-        raise OtherVersion(f"{path}: is of another version of this project, or of another program; use that one, or "
+        other = "a newer" if is_newer else "another"
+        raise OtherVersion(f"{path}: is of {other} version of this project, or of another program; use that one, or "
                            "make the file again (cache.py --verify does so in a cache)")
     is_list = isinstance(written, list) and all(isinstance(row, str) for row in written)
     # of another program, which has cast it, for instance
@@ -181,12 +182,12 @@ def family_of(names):
             return words, pattern
     return None, None
 
-def open_tensors(path, framework="pt"):
+def open_tensors(path):
     """safetensors.safe_open, also of a path that is no UTF-8, which that refuses."""
     if is_utf8(path):
-        return safetensors.safe_open(path, framework)
+        return safetensors.safe_open(path, "pt")
     with open(path, "rb") as file: # Linux, which alone has such names, gives an open file a second one
-        return safetensors.safe_open(f"/proc/self/fd/{file.fileno()}", framework)
+        return safetensors.safe_open(f"/proc/self/fd/{file.fileno()}", "pt")
 
 def open_safetensors(path, error_of, of_gguf):
     """-> the file, mapped by safetensors. Raises error_of(what the file is instead, what to do). of_gguf: what to do

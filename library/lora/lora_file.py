@@ -257,15 +257,13 @@ ARCHITECTURES = {"Qwen-Image-Edit": ("QwenImageEditPipeline", False),
                  "Qwen-Image-Edit-2511": ("QwenImageEditPlusPipeline", True)}
 
 
-def base_of(model, transformer, folder, transformer_folder, model_hash):
-    """-> what a LoRA's file says of its base: the flags --model and --transformer, the pipeline's class, whether the
-    transformer is that of a 2511, and the hash of its weights (if cache.hash_part changes, this wants another name, as
-    what older files have would differ). The folders are --model's, and find_transformer's."""
+def base_of(model, transformer, folder, transformer_folder):
+    """-> what a LoRA's file says of its base: the flags --model and --transformer, the pipeline's class, and whether
+    the transformer is that of a 2511. The folders are --model's, and find_transformer's."""
     files = folder / "model_index.json", transformer_folder / "transformer/config.json"
     index, config = [json.loads(file.read_bytes()) for file in files] # which cache.find_model has looked at
     named = dict(model=model, transformer=transformer) if transformer else dict(model=model)
-    return named | dict(pipeline=index["_class_name"], zero_cond_t=bool(config.get("zero_cond_t")),
-                        model_hash=model_hash)
+    return named | dict(pipeline=index["_class_name"], zero_cond_t=bool(config.get("zero_cond_t")))
 
 
 def warn_other_base(loras, here):

@@ -166,8 +166,8 @@ def refuse_lora_args(fields):
                        f"{choices}, {' or '.join(PATTERNS)} (--lora_rank, --lora_alpha, --lora_dropout and "
                        "--lora_targets are flags)")
         try:
-            if field in PATTERNS:
-                read_patterns(value, field)
+            if field in PATTERNS and min([number for _, number in read_patterns(value, field)], default=0) <= 0:
+                raise ValueError(f"{field} names no layer, or has 0, with which a layer learns nothing")
         except ValueError as e:
             flag_error(f"--lora_args: {e}; give layers by the ends of their names, such as {{\"attn.to_q\": 8}}")
 

@@ -125,12 +125,14 @@ def check_values(value, published, name=""):
             most = max(wanted, default=None)
         for one in value:
             check_values(one, {name: most}, name)
+    elif str(value).lower() == "false" and value is not False: # a text, which would count as true
+        raise ValueError(f"{name} is the text {value!r}; want false")
     elif type(value) in (int, float): # no bool
         most = MOST
         if type(wanted) in (int, float):
             most = TIMES * wanted
         if not -MOST <= value <= most or name in EXACT and value != wanted: # (NaN, too)
-            raise ValueError(f"{name} is {value!r:.99}, and {wanted!r} in the published models")
+            raise ValueError(f"{name} is {value!r:.99}, and {wanted or 'less'} in the published models")
 
 
 def try_schedule(content):

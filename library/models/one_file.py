@@ -196,7 +196,7 @@ def check_fit(path, folder):
         found = layout.shapes.get(name, "missing")
         asked = wanted.get(name, "missing")
         raise error_of(path, f"{len(differ)} tensors are not as --model's {config} asks for them, for instance {name}: "
-                       f"{found} here, {asked} there", remedy)
+                       f"{found} in the file, {asked} by the config", remedy)
 
 
 def check_folder(args, find_model):
