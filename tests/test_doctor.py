@@ -244,6 +244,8 @@ def test_the_last_line_is_the_training_that_comes_next(tmp_path):
     want = f"{start} {data} --val_data {tmp_path / 'photos_val'} --no-upscale"
     assert result.out.splitlines()[-2:] == ["next:", f"  {want}"]
     assert want in (tmp_path / "out/index.html").read_text("utf-8")
+    refused = run_script("tools/doctor.py", data, tmp_path / "photos_val", "--align", tmp_path / "aligned")
+    assert refused.status == 1 and is_one_line(refused.errors[0], "photos_val is held out")
     (data / "target/b.txt").write_text(" ", "utf-8")
     result, _ = diagnose(data, *sizes.split(), "--mask", "auto", "--align", tmp_path / "aligned", out=tmp_path / "out",
                          status=1)
@@ -294,9 +296,13 @@ def test_masks_by_hand_are_read_as_the_training_reads_them_and_shown(tmp_path):
     assert abs(got[4:28] - target[4:28]).mean() < 4 and abs(got[36:] - target[36:] // 4).mean() < 4
 
 def test_a_mask_beside_the_edit_is_found(tmp_path):
-    """12 of 12 inverted ones, through JPEG, also where all is a little lighter; none of the right ones."""
+    """12 of 12 inverted ones, through JPEG, also where all is a little lighter, or the hue alone is edited; none of
+    the right ones."""
     for n, image in enumerate(photographs(12)):
         target = with_something(image)
+        if n % 3 == 0:
+            target = image.copy()
+            target.paste(Image.merge("RGB", image.crop((0, 0, 80, 80)).split()[::-1]), (0, 0))
         mask = ImageChops.difference(target, image).convert("L").point(lambda level: 255 * (level > 8))
         for name, own in ((f"right-{n}", mask), (f"wrong-{n}", ImageOps.invert(mask))):
             lighter = target.point(lambda level: level + 3 * (n % 2)) # in half of the pairs

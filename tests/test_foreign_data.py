@@ -248,7 +248,8 @@ def test_prune_deletes_files_and_links_and_leaves_folders_of_such_names(tmp_path
 
 # ---- indexes ---------------------------------------------------------------------------------------------------------
 
-NAMES = ["/abs", "../../x", "a/../../x", "", ".", "a/.", "a//b", "a/" * 2000 + "a", "D:x", "a\0b", "..\\x", "C:\\x", "\\\\host\\x", "x" * 300, 5, None, ["a"],
+NAMES = ["/abs", "../../x", "a/../../x", "", ".", "a/.", "a//b", "a/" * 2000 + "a", "D:x",
+         "a\0b", "..\\x", "C:\\x", "\\\\host\\x", "x" * 300, 5, None, ["a"],
          "\ud800"]
 FILES = ["/etc/passwd", "../latents/x.safetensors", "latents/../../x.safetensors", "latents/x", "", 5, None, ["a"],
          f"latents/{'0' * 32}.pt", f"elsewhere/{'0' * 32}.safetensors"]
@@ -267,7 +268,8 @@ BAD_FIELDS = { # place in an index, * is the first one: values that cache.py wou
     "geometry target_pixels": [[], ["x"], ["abc"], [-4], [10**9], "native", None, [1.5], [float("inf")]],
     "geometry control_pixels": [["x"], "abc", -4, 10**10], "geometry upscale": ["yes"], "geometry x": [1],
     "geometry": [5], "samples * contents": [[1], {}],
-    "samples * target": [5, None, "/a/" + "x" * 300], "roots": [["/" + "x" * 300], ["a\0b"], "a"], "samples * mask": [["a"]], "samples * encodings": [[], 5],
+    "samples * target": [5, None, "/a/" + "x" * 300], "roots": [["/" + "x" * 300], ["a\0b"], "a"],
+    "samples * mask": [["a"]], "samples * encodings": [[], 5],
     "samples * encodings * mask": ["x"], "samples * prompt_sizes": ["abc"], "samples * texts": [{}, []],
     "samples * texts * 0": [5], "samples * texts * 1": [1], "samples * texts * 2": ["abc"], "samples * evil": [1],
     "samples": [{"a": 1}, [], [5], 5], "models": [[1]], "version": [None]}

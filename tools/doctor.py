@@ -124,7 +124,8 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "the prompts tell them apart.",
     "same control": "Two controls of a sample are the same picture. A second export has probably got the next name "
     "(darktable writes cat_01 beside cat). Delete it, unless the model is to see the picture twice."}
-MEANT = {"recoloured": 0.5, "softer": 0.9, "sharper": 0.9} # part of the pairs beyond which it is perhaps the edit
+# part of the pairs beyond which it is perhaps the edit
+MEANT = {"recoloured": 0.5, "softer": 0.9, "sharper": 0.9, "transparent": 0.4}
 PERHAPS = "That is perhaps the edit, and then there is nothing to do."
 
 # ---- one pair; pairs that are nearly the same ------------------------------------------------------------------------
@@ -173,6 +174,18 @@ def examine_files(sides):
             findings["transparent"] = f"{name}: {', '.join(parts)}"
     return findings
 
+def examine_mask(path, target, control, findings):
+    """-> {kind of finding: its description} of a mask by hand. findings: examine_pair's, of these two PIL images."""
+    mask = read_mask(path)
+    if mask_is_empty(mask):
+        return {"empty mask": "selects nothing, or everything"}
+    if findings.keys() & {"moved", "recoloured", "other shape"}: # then they differ everywhere
+        return {}
+    inside, outside = change_by_mask(target, control, mask)
+    if outside > ELSEWHERE * inside + 1: # a level of noise
+        return {"other region": f"differs by {inside:.0f} levels in the mask, by {outside:.0f} outside"}
+    return {}
+
 def find_twins(samples, thumbnails):
     """-> [(kind, index of a sample, index of its twin)]. thumbnails: 16x16 pixels of the targets and the controls, (2,
     N, 768). An RMS is never smaller than the difference of the means. So it sorts the samples by the means of their
@@ -208,10 +221,10 @@ def enlargement(size, to):
         return 1
     return math.sqrt(math.prod(to) / math.prod(size))
 
-def examine_pictures(paths):
-    """A target and its controls -> (examine_pair's and other findings, 16x16 pixels of the target and of the first
-    control for find_twins, small_copy of both for odd_pairs, by how much their looks_of differ). Pictures at full size
-    are held here only."""
+def examine_pictures(paths, mask=None):
+    """A target and its controls, and maybe the file of a mask -> (examine_pair's and other findings, 16x16 pixels of
+    the target and of the first control for find_twins, small_copy of both for odd_pairs, by how much their looks_of
+    differ). Pictures at full size are held here only."""
     with reserve_pixels(paths[:2]):
         sides = list(map(read_side, paths[:2]))
         pair = sides[0][0], sides[-1][0] # of a picture alone the target stands for its control
@@ -219,6 +232,8 @@ def examine_pictures(paths):
         small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in pair]
         looks = small, list(map(small_copy, pair)), np.subtract(*map(looks_of, pair))
         controls = [pair[1].resize(copy_size(pair[1].size), Image.BOX)]
+        if mask:
+            findings |= examine_mask(mask, *pair, findings)
     for path in paths[2:]: # each must be whole
         with reserve_pixels([path]):
             picture = read_image(path)
@@ -238,22 +253,14 @@ def examine_sample(sample, args):
     control_tokens = sum(w * h // 256 for w, h in controls) # of 16x16 pixels
     row = dict(name=sample.name, prompts=sample.prompts, sizes=[size, *control_sizes],
                image_tokens=[w * h // 256 + control_tokens for w, h in targets])
-    findings, *looks = examine_pictures([sample.target, *sample.controls])
+    mask = sample.mask
+    if mask:
+        dataset.check_shape(mask, picture_files.image_size(mask), size)
+    findings, *looks = examine_pictures([sample.target, *sample.controls], mask)
     uses = [(size, target) for target in targets] + [*zip(control_sizes, controls)]
     own, to = max(uses, key=lambda use: enlargement(*use))
     if enlargement(own, to) >= ENLARGED:
         findings["enlarged"] = "{}x{} -> {}x{}".format(*own, *to)
-    if sample.mask:
-        dataset.check_shape(sample.mask, picture_files.image_size(sample.mask), size)
-        with reserve_pixels([sample.mask]):
-            mask = read_mask(sample.mask)
-        _, copies, _ = looks
-        if mask_is_empty(mask):
-            findings["empty mask"] = "selects nothing, or everything"
-        elif sample.controls:
-            inside, outside = change_by_mask(*copies, mask)
-            if outside > ELSEWHERE * inside + 1: # a level of noise
-                findings["other region"] = f"differs by {inside:.0f} levels in the mask, by {outside:.0f} outside"
     return row, findings, *looks
 
 def find_strangers(samples, found, copies, changes):
@@ -290,11 +297,13 @@ def examine(samples, args):
     thumbnails, copies, changes = zip(*seen)
     for kind, i, words in find_strangers(good, found, copies, changes):
         if kind in ("other picture", "turned"): # between different pictures these say nothing
-            for same_scene in ("moved", "recoloured", "softer", "sharper"):
+            for same_scene in ("moved", "recoloured", "softer", "sharper", "other region"):
                 found[i].pop(same_scene, None)
         found[i][kind] = words
     everything = [(kind, [i], words) for i, of_sample in enumerate(found) for kind, words in of_sample.items()]
     for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)):
+        if kind != "other target" and not is_same(*[read_image(good[n].target) for n in (i, j)]):
+            continue # two small edits of one photograph
         everything.append((kind, [i, j], f"see {good[j].name}"))
     findings = {kind: [] for kind in KINDS}
     for kind, indices, words in everything:
@@ -423,6 +432,8 @@ def write_aligned(out, samples, moved):
                 if i in moved:
                     pair = [out / files[f"{role}/{sample.name}"].relative_to(folder) for role in ("target", "control")]
                     aligned.append((i, replace(sample, target=pair[0], controls=pair[1:])))
+            if len(left_out) == len(samples):
+                raise InputError(f"--align {out}: no sample can be repaired: {', '.join(left_out)}; leave --align out")
             disk.rename_folder(folder, out)
     except OSError as e:
         raise common.disk_error(f"--align {out}", e)
@@ -449,6 +460,9 @@ def read_flags():
     if args.align:
         if not args.align.is_dir() or os.listdir(args.align):
             common.refuse_to_replace(args.align)
+        held_out = [root for root in args.data if dataset.root_name(root).endswith("_val")]
+        if held_out and len(held_out) < len(args.data):
+            raise InputError(f"--align {args.align}: {held_out[0]} is held out, and would be trained; align it alone")
         if any(Path(root).resolve() in args.align.resolve().parents for root in args.data):
             raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
     return args

@@ -138,11 +138,11 @@ def change_of_detail(target, control):
             return float(np.exp(fine))
     return 1.0
 
-def change_by_mask(target_HW, control_HW, mask):
-    """-> by how many levels small_copy of a target and of its control differ where a mask is white, and where it is
-    black. Not for a mask that is all white or black."""
+def change_by_mask(target, control, mask):
+    """-> by how many levels small copies of a target and of its control (PIL images) differ where a mask is white, and
+    where it is black. Not for a mask that is all white or black."""
     white_HW = np.asarray(mask.convert("F").resize((SIDE, SIDE), Image.BOX)) / 255
-    change_HW = abs(target_HW.astype(float) - control_HW)
+    change_HW = abs(colours_of(target) - colours_of(control)).max(-1)
     return [(change_HW * part_HW).sum() / part_HW.sum() for part_HW in (white_HW, 1 - white_HW)]
 
 # lost profile
@@ -179,7 +179,7 @@ def clear_parts(image):
     counts = {f"at the {edge}": int(np.argmin(lines.mean(1) > 0.5)) for edge, lines in edges.items()}
     counts = {place: count for place, count in counts.items() if count}
     hole = int(clear_HW[h // 8:-(h // 8), w // 8:-(w // 8)].sum())
-    if not hole:
+    if hole < 0.001 * clear_HW.size:
         return counts
     return {} if counts else {"in the middle": hole}
 

@@ -18,12 +18,12 @@ $ python tools/import_data.py faces.csv OUT --alone                             
 $ python tools/import_data.py SOURCE OUT --hold_out 10                # a tenth of them to OUT_val, for --val_data
 
 The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, counted from 0, NAME_0, NAME_1; its mask
-NAME_mask or NAME-masklabel. Where more names agree without it, an ending such as -Edit, _after or ~2 is left out. Where
-none agree, so is what all names of a folder share in front and behind, if all rests of one folder are among those of
-the other: before_001 is a control of after_001, IMG_7 one of IMG_E7. The prompt is in NAME.txt or NAME.caption beside
-the target, or else beside the control; several lines become one prompt (in OUT each line is a prompt of its own). Masks
-may have any form that read_mask lists. The pictures in OUT are hard links where the disk allows it: they take no space,
-but a program that changes one in place changes the original too.
+NAME_mask or NAME-masklabel. Where more names agree without it, an ending such as -Edit, _after or ~2 is left out, and
+the E of IMG_E7. Where none agree, so is what all names of a folder share in front and behind, if the rests of both
+folders are the same: before_001 is a control of after_001. The prompt is in NAME.txt or NAME.caption beside the target,
+or else beside the control; several lines become one prompt (in OUT each line is a prompt of its own). Masks may have
+any form that read_mask lists. The pictures in OUT are hard links where the disk allows it: they take no space, but a
+program that changes one in place changes the original too.
 A table or configuration that you give is no link out of its folder; it may refer to any picture or folder, and a
 configuration to tables below its own folder. What is found in a folder, which may come from strangers, may not: a table
 refers only to files below its own folder, and no link leads out. A cache becomes a cache; give its index to train.py as
@@ -83,9 +83,10 @@ def role_of(name, names_of):
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
-# endings that programs and people give to edited pictures and to their originals
-ENDING = re.compile(r"(?i)(?<=[^/])[-_ .](edit|edited|after|target|output|result|retouched|bearbeitet|final"
-                    r"|before|original|orig|control|source|input|raw)\Z|~\d+\Z") # (of Google Photos and Samsung: cat~2)
+# what programs and people add to the names of edited pictures, and of their originals: an ending; the ~2 of Google and
+# Samsung; Apple's E in IMG_E1234
+ADDED = re.compile(r"(?i)(?<=[^/])[-_ .](edit|edited|after|target|output|result|retouched|bearbeitet|final|dxo"
+                   r"|before|original|orig|control|source|input|raw)\Z|(?<=[^/])~\d+\Z|(?<=IMG_)E(?=\d+\Z)")
 # what a name consists of: numbers, words of an alphabet, and single other letters and signs
 PIECES = re.compile(r"(?is)\d+|[a-z\u00c0-\u1fff]+|.")
 BESIDE = {"_mask": "mask", "-masklabel": "mask", "-condlabel": ("control", 0, 0)} # endings of pictures beside a target
@@ -136,11 +137,11 @@ def count_agreeing(files):
     names = stems_of("target", "picture", files)
     return sum(bool(meanings(*key, names)) for key in files if isinstance(key[0], int) and key[2] == "picture")
 
-def cut_endings(files):
-    """list_files's files, with stems without their ENDING."""
+def cut_added(files):
+    """list_files's files, with stems without what was ADDED."""
     cut = {}
     for (role, stem, kind), paths in files.items():
-        cut.setdefault((role, ENDING.sub("", stem), kind), []).extend(paths)
+        cut.setdefault((role, ADDED.sub("", stem), kind), []).extend(paths)
     return cut
 
 def cut_shared(stems):
@@ -155,26 +156,16 @@ def cut_shared(stems):
     return dict(zip(cut, stems)), f"{front}*{behind}"
 
 def match_rests(files, folders):
-    """-> {(role, name): a target's name, maybe with a number behind it} of the controls or masks in a folder without
-    any target's name, if what cut_shared leaves of them is also what it leaves of the targets, but for some of one
-    side. This is printed. files, folders: list_files's."""
+    """-> {(role, name): a target's name} of the controls or masks in a folder without any target's name, if cut_shared
+    leaves the same of both, which is printed. (With more on one side nobody knows.) files, folders: list_files's."""
     targets, form = cut_shared(stems_of("target", "picture", files))
     found = {}
     for role, folder in folders.items():
         others, other_form = cut_shared(stems_of(role, "picture", files))
-        is_part = targets.keys() <= others.keys() or others.keys() <= targets.keys() # a phone has unedited ones, too
-        is_empty = not targets or not others or "" in targets
-        if is_empty or not is_part or not {*targets.values()}.isdisjoint(others.values()):
-            continue
-        before = len(found)
-        for rest, name in others.items():
-            first = re.sub(r"_\d+\Z", "", rest)
-            if rest in targets:
-                found[role, name] = targets[rest]
-            elif first in targets:
-                found[role, name] = targets[first] + rest[len(first):]
-        tell(f"{folder}: {len(found) - before} of {len(others)} names are matched by what differs in them: "
-             f"{other_form} belongs to {form}")
+        is_same = targets and targets.keys() == others.keys() and "" not in targets
+        if is_same and {*targets.values()}.isdisjoint(others.values()):
+            found |= {(role, name): targets[rest] for rest, name in others.items()}
+            tell(f"{folder}: {len(others)} names are matched by what differs in them: {other_form} belongs to {form}")
     return found
 
 def meanings(role, stem, kind, targets):
@@ -206,7 +197,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
         raise InputError(f"{target}: given as both targets and controls; give the folder of the controls")
     allowed = [source] if source else list(folders.values())
     files, problems = list_files(folders, suffix, source)
-    if controls and count_agreeing(cut := cut_endings(files)) > count_agreeing(files):
+    if controls and count_agreeing(cut := cut_added(files)) > count_agreeing(files):
         files = cut
     names = match_rests(files, folders)
     images = stems_of("target", "picture", files)
@@ -312,7 +303,8 @@ def read_csv(table, text):
     """Yields (where, row), one at a time: a row of one letter has a cell for each column."""
     csv.field_size_limit(2**31 - 1) # make_sample reports prompts that are too long
     separator = max(",;\t", key=re.split("[\r\n]", text)[0].count)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restkey="more cells", strict=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restkey="more cells", strict=True,
+                            skipinitialspace=True)
     line = 0
     try:
         names = reader.fieldnames or []
@@ -356,7 +348,7 @@ def read_parquet(table):
 def read_column(column):
     """Name of a column -> (role or None, name without the parts that COLUMNS leaves out, number or -1)."""
     base, number = re.fullmatch(r"(?s)(?:path_)?(.*?)(?:_path|_file_names?)?(?:_(\d{1,6}))?", column).groups()
-    role = role_of(base, COLUMNS)
+    role = role_of(base.lower(), COLUMNS)
     return role if role == "control" or number is None else None, base, int(number or -1)
 
 class NoColumn(InputError):
@@ -616,11 +608,14 @@ def choose_held_out(samples, every):
     return set(held_out)
 
 def how_many_pictures(samples):
-    """-> in words how many controls these samples have, and how many have a mask: a stray file may have become one."""
-    counts = Counter(len(sample.controls) for sample in samples)
-    words = [f"{counts[n]} with {n} controls" for n in sorted(counts)]
-    masks = sum("mask" in sample.overlays for sample in samples)
-    return ", ".join(words + [f"{masks} with a mask"])
+    """-> in words how many controls these samples have, and how many have a mask, with an example of each: a stray file
+    may have become one."""
+    kinds = {}
+    for sample in samples:
+        kinds.setdefault(f"{len(sample.controls)} controls", []).append(sample.controls[-1:])
+        if "mask" in sample.overlays:
+            kinds.setdefault("a mask", []).append([sample.overlays["mask"]])
+    return ", ".join([f"{len(files)} with {kind} ({Path(*files[0]).name})" for kind, files in sorted(kinds.items())])
 
 def convert(args, columns, tmp):
     """Writes TMP/out from what the flags name -> (samples, problems, a configuration's Settings or None, how many are

@@ -96,8 +96,11 @@ def open_photo(path, source):
 
 def why_not(path, formats):
     """What is wrong with a file that none of these formats can open, and what to do."""
-    with open(path, "rb") as file:
-        head = file.read(32)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(32)
+    except OSError as e: # of a broken disk
+        return f"cannot be read ({e.strerror}); take another copy"
     stray_files.refuse_pointer(path, head)
     if head.startswith((b"\xff\n", b"\0\0\0\fJXL ")):
         return "a JPEG XL, which is not read; export it as PNG, or run djxl FILE FILE.png"

@@ -204,12 +204,13 @@ def scale_of(layer, parts, rank, configs):
             raise ValueError(f"{layer} has {parts['alpha'].numel()} alphas")
         if parts["alpha"].is_complex() or parts["alpha"].dtype == torch.bool:
             raise ValueError(f"{layer} has an alpha of {parts['alpha'].dtype}")
-        alpha = number_of_file(parts["alpha"].float().mean().item(), f"the alpha of {layer}")
-        if rank:
-            said["its alpha tensors"] = alpha / rank
-        else: # LyCORIS: a LoKr of two whole matrices has no scale
+        if not rank: # a LoKr's: LyCORIS gives one of two whole matrices no scale, and ai-toolkit an alpha of 1e10
             narrow = [parts[name] for name in ("lokr_w2_b", "lokr_w1_b") if name in parts]
-            said["its alpha tensors"] = alpha / len(narrow[0]) if narrow else 1.0
+            rank = len(narrow[0]) if narrow else None
+        said["its alpha tensors"] = 1.0
+        if rank:
+            alpha = number_of_file(parts["alpha"].float().mean().item(), f"the alpha of {layer}")
+            said["its alpha tensors"] = alpha / rank
     values = list(said.values())
     # alpha tensors may be rounded to bf16 or fp8
     if any(not math.isclose(value, values[0], rel_tol=0.05 if "alpha" in parts else 1e-6) for value in values):
