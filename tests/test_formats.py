@@ -76,7 +76,7 @@ def test_a_file_of_a_newer_format_is_of_another_version(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "FORMAT", tensor_files.FORMAT + 1)
     tensor_files.write_tensors(path, lora_tensors(), {"transformer.lora_alpha": 2}, "lora_adapter_metadata")
     monkeypatch.undo()
-    with refused(path, "another version of this project") as e:
+    with refused(path, "a newer version of this project") as e:
         predict.read_lora(path)
     assert isinstance(e.value, tensor_files.OtherVersion) and "damaged" not in str(e.value)
 

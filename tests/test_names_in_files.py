@@ -221,6 +221,8 @@ ALLOWED = {
     "library/lora/foreign_loras.py": {"group_by_layer": {"re.search(pattern)": OWN}},
     "library/lora/peft_config.py": {
         "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
+    "library/data/index_file.py": {"": {
+        r"re.compile(b'(?=.{1,3000}\\Z)(?![A-Za-z]:)' + PART + b'([/\\\\]' + PART + b')*')": OWN}},
     "library/data/sample_checks.py": {"distilled": {"getattr(flag)": OWN}},
     "library/models/offloading.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
     "training/optimizers.py": {

@@ -33,7 +33,6 @@ from library.cli import command_line
 from library.data import dataset
 from library.data.automatic_mask import copy_size, find_motion, fit_motion, high_pass, STRUCTURE
 from library.data.picture_files import read_image
-from library.files import stray_files
 from library.results.result_files import picture_stem
 
 def read_flags():
@@ -45,8 +44,6 @@ def read_flags():
     args = parser.parse_args()
     if not args.dataset.exists():
         raise InputError(dataset.no_dataset(args.dataset))
-    if not args.results.is_dir():
-        raise InputError(f"{args.results}: no folder of results; {stray_files.near_path(args.results)}")
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
