@@ -325,7 +325,8 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     twice = write_manifest(tmp_path / "twice", {"far.png": far_turned, "its.png": its_control},
                            [dict(target="far.png", control="its.png", prompt=prompt) for prompt in ("one", "two")])
     result = align(tmp_path / "gone", twice)
-    assert result.status == 0 and "left out, 2: far (turned" in result.out, result.err
+    assert result.status == 1 and is_one_line(result.errors[0], "no sample can be repaired: far (turned"), result.err
+    assert not (tmp_path / "gone").exists()
 
 def write_manifest(folder, pictures, rows):
     for name, image in pictures.items():

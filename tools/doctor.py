@@ -154,13 +154,14 @@ def examine_pair(target, control):
             findings["softer" if ratio < 1 else "sharper"] = f"{ratio:.2f} times the control's fine detail"
     return findings
 
-def is_same(picture, other):
-    """Whether two PIL images are the same picture."""
+def is_same(picture, other, times=1):
+    """Whether two PIL images are the same picture. times: by which the limits are raised, as for copies of other sizes.
+    """
     size = copy_size(picture.size)
     copies = [image.resize(size, Image.BOX) for image in (picture, other)]
     whole = np.subtract(*copies, dtype=float)
     blocks = np.subtract(*[copy.reduce(8) for copy in copies], dtype=float)
-    return np.sqrt((whole.mean(-1) ** 2).mean()) < SAME_RMS and abs(blocks).max() < SAME_BLOCK
+    return np.sqrt((whole.mean(-1) ** 2).mean()) < times * SAME_RMS and abs(blocks).max() < times * SAME_BLOCK
 
 def examine_files(sides):
     """-> {kind of finding: its description} of what the files of a target and its control say, read_side's."""
@@ -302,8 +303,9 @@ def examine(samples, args):
         found[i][kind] = words
     everything = [(kind, [i], words) for i, of_sample in enumerate(found) for kind, words in of_sample.items()]
     for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)):
-        if kind != "other target" and not is_same(*[read_image(good[n].target) for n in (i, j)]):
-            continue # two small edits of one photograph
+        targets = [read_image(good[n].target) for n in (i, j)]
+        if kind != "other target" and not is_same(*targets, times=2): # two small edits of one photograph
+            continue
         everything.append((kind, [i, j], f"see {good[j].name}"))
     findings = {kind: [] for kind in KINDS}
     for kind, indices, words in everything:
