@@ -612,10 +612,11 @@ def how_many_pictures(samples):
     may have become one."""
     kinds = {}
     for sample in samples:
-        kinds.setdefault(f"{len(sample.controls)} controls", []).append(sample.controls[-1:])
+        *_, last = sample.target, *sample.controls
+        kinds.setdefault(f"{len(sample.controls)} controls", []).append(last)
         if "mask" in sample.overlays:
-            kinds.setdefault("a mask", []).append([sample.overlays["mask"]])
-    return ", ".join([f"{len(files)} with {kind} ({Path(*files[0]).name})" for kind, files in sorted(kinds.items())])
+            kinds.setdefault("a mask", []).append(sample.overlays["mask"])
+    return ", ".join([f"{len(files)} with {kind} ({Path(files[0]).name})" for kind, files in sorted(kinds.items())])
 
 def convert(args, columns, tmp):
     """Writes TMP/out from what the flags name -> (samples, problems, a configuration's Settings or None, how many are
