@@ -212,6 +212,8 @@ def why_validation_not_finite(lost):
     "lora", "vae" or "target", the model that computed NaN or Inf, the picture's file)]."""
     name, model, file = max(lost, key=lambda row: row[0] != "lora") # one that the training did not spoil, if any
     whose = dict(lora="with the trained LoRA", base="of the base").get(name, f"for the {name}")
+    remedy = "take another copy of the model, or leave out --sample_lora"
+    if name == "lora":
+        remedy = "start a new run with a lower --lr"
     return (f"warning: NaN or Inf in {len(lost)} pictures, for instance in what the {model} computed {whose} ({file}); "
-            "no PSNR of this validation is computed or ranked; if that stays so, start a new run with a lower --lr or "
-            "--true_cfg_scale, without --sample_lora, or with another copy of the model")
+            f"no PSNR of this validation is computed or ranked; if that stays so, {remedy}")
