@@ -153,8 +153,8 @@ def test_a_mask_that_leaves_the_loss_nothing_is_one_warning_and_a_loss_of_0(tmp_
     assert result.status == 0 and "no token a weight" not in result.err
 
 def test_a_gradient_of_exactly_zero_ends_the_run_before_the_step(tmp_path, data):
-    """--preserve 1 on a LoRA that has learned nothing, and a LoRA of zeros; but not --lr 0, nor a step whose samples are
-    all `preserve` while others will come."""
+    """--preserve 1 on a LoRA that has learned nothing, and a LoRA of zeros; but not --lr 0, nor a step whose samples
+    are all `preserve` while others will come."""
     assert train(data, tmp_path, "--lr", 0).status == 0
     assert train(data, tmp_path, "--warmup_steps", 2).status == 0
     result = train(data, tmp_path, "--preserve", 1)

@@ -59,8 +59,10 @@ def main():
     for file in unknown if args.delete else []:
         disk.delete(file, "belongs to no dataset", "mend that, and run again")
     what_next = ""
-    if unknown:
-        what_next = "; deleted" if args.delete else "; --delete deletes them"
+    if args.delete:
+        what_next = "; deleted"
+    elif unknown:
+        what_next = "; --delete deletes them"
     common.tell(f"{args.cache_dir}: {len(unknown)} files, {size:.3f} GB, belong to no dataset{what_next}")
 
 if __name__ == "__main__":
