@@ -48,14 +48,15 @@ def older_run(small, folder, older):
 
 @pytest.mark.parametrize("older", [predict.LORA_FILE, resume.OPTIMIZER_FILE])
 def test_a_checkpoint_of_an_older_format_is_refused_as_older(tmp_path, small, older):
-    """--resume names the way on, a new run from its LoRA, and that command works."""
-    flags = older_run(small, tmp_path / "run", older)
-    result = run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--resume", "--max_steps", 3)
+    """--resume names the way on, a new run from its LoRA, and that command works; whatever the folder is called."""
+    run = tmp_path / "a newer run"
+    flags = older_run(small, run, older)
+    result = run_script("train.py", *flags, "--out_dir", run, "--resume", "--max_steps", 3)
     line = result.errors[-1]
     assert result.status == 1 and is_one_line(line, f"checkpoint-000002/{older}", "continue with that version, or")
     assert "version of this project" in line and "damaged" not in result.err
     python, script, *words = shlex.split(line.split("its LoRA: ")[1])
-    assert words[-2:] == ["--pretrained_lora", str(tmp_path / "run/checkpoint-000002")]
+    assert words[-2:] == ["--pretrained_lora", str(run / "checkpoint-000002")]
     result = run_script(script, *words, "--max_steps", 1, "--out_dir", tmp_path / "new")
     assert python == "python" and result.status == 0 and "trained for 1 steps" in result.out, result.err
 

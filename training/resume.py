@@ -99,10 +99,10 @@ def find_checkpoint(out_dir, args):
             return read_checkpoint(path, args.optimizer)
         except OtherVersion as e: # the other checkpoints are of that version, too
             line = str(e).removeprefix("error: ").split("; ")[0]
-            if "newer" in line: # its LoRA could not be read either
-                raise InputError(f"--resume: {line}; continue with that version")
-            raise InputError(f"--resume: {line}; continue with that version, or start a new run from its LoRA: "
-                             f"{from_its_lora(path)}")
+            new_run = ""
+            if "newer" not in line.replace(str(path), ""): # a LoRA of an earlier version can be read
+                new_run = f", or start a new run from its LoRA: {from_its_lora(path)}"
+            raise InputError(f"--resume: {line}; continue with that version{new_run}")
         except InputError as e:
             say(f"warning: {path} is damaged; trying the checkpoint before it ({first_words(e)})")
     if not saved and not (out_dir / LORA_FILE).exists(): # it was killed before its first checkpoint, and begins again
