@@ -226,7 +226,7 @@ def examine_pictures(paths, mask=None):
     """A target and its controls, and maybe the file of a mask -> (examine_pair's and other findings, 16x16 pixels of
     the target and of the first control for find_twins, small_copy of both for odd_pairs, by how much their looks_of
     differ). Pictures at full size are held here only."""
-    with reserve_pixels(paths[:2]):
+    with reserve_pixels([*paths[:2], mask] if mask else paths[:2]):
         sides = list(map(read_side, paths[:2]))
         pair = sides[0][0], sides[-1][0] # of a picture alone the target stands for its control
         findings = examine_pair(*pair) | examine_files(sides) if len(sides) == 2 else {}
@@ -303,9 +303,10 @@ def examine(samples, args):
         found[i][kind] = words
     everything = [(kind, [i], words) for i, of_sample in enumerate(found) for kind, words in of_sample.items()]
     for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)):
-        targets = [read_image(good[n].target) for n in (i, j)]
-        if kind != "other target" and not is_same(*targets, times=2): # two small edits of one photograph
-            continue
+        if kind != "other target":
+            targets = [read_image(good[n].target) for n in (i, j)]
+            if not is_same(*targets, times=2): # two small edits of one photograph
+                continue
         everything.append((kind, [i, j], f"see {good[j].name}"))
     findings = {kind: [] for kind in KINDS}
     for kind, indices, words in everything:
@@ -462,12 +463,16 @@ def read_flags():
     if args.align:
         if not args.align.is_dir() or os.listdir(args.align):
             common.refuse_to_replace(args.align)
-        held_out = [root for root in args.data if dataset.root_name(root).endswith("_val")]
+        held_out = held_out_of(args.data)
         if held_out and len(held_out) < len(args.data):
             raise InputError(f"--align {args.align}: {held_out[0]} is held out, and would be trained; align it alone")
         if any(Path(root).resolve() in args.align.resolve().parents for root in args.data):
             raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
     return args
+
+def held_out_of(roots):
+    """-> those of these datasets that are called as import_data.py --hold_out calls them."""
+    return [root for root in roots if dataset.root_name(root).endswith("_val")]
 
 def read_samples(roots):
     """-> (samples, problems). With several datasets, the name of a sample begins with the name of its dataset."""
@@ -502,7 +507,7 @@ def verdict_of(samples, findings):
 def next_training(args, enlarged):
     """-> the command of the training that comes next, at the sizes that were judged. enlarged: the pictures that are,
     with these flags."""
-    held_out = [root for root in args.data if dataset.root_name(root).endswith("_val")]
+    held_out = held_out_of(args.data)
     trained = [args.align] if args.align else [root for root in args.data if root not in held_out]
     words = ["python", "train.py", "--model", MODELS[-1], "--data", *(trained or args.data)]
     if held_out and trained:

@@ -44,7 +44,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import library # first, so that no other folder is taken for one of our modules
 import common
@@ -315,8 +314,8 @@ def read_csv(table, text):
             raise InputError(f"{table}: two columns have the same name in {str(names):.300}; rename one")
         for row in reader:
             line = reader.line_num
-            lines = [text for cell in row.values() if isinstance(cell, str) for text in cell.splitlines()[1:]]
-            if any(is_row(text, separator, names) for text in lines):
+            inner = [part for cell in row.values() if isinstance(cell, str) for part in cell.splitlines()[1:]]
+            if any(is_row(part, separator, names) for part in inner):
                 raise InputError(f"{table}:{line}: a cell with another row in it; close the quote that opens it")
             empty = [column for column, cell in row.items() if str(cell).lower() in NOTHING_SAID]
             yield f"{table}:{line}", row | dict.fromkeys(empty)

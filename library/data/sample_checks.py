@@ -52,8 +52,7 @@ def training_warnings(args, samples, val_samples):
     weights = args.mask_foreground_weight, args.mask_background_weight
     if not any(weights):
         raise InputError("--mask_foreground_weight: both mask weights are 0, so nothing would be learned; give one")
-    masked = [sample for sample in samples if has_mask(sample)]
-    if weights != (2, 1) and not masked: # these are the defaults
+    if weights != (2, 1) and not any(map(has_mask, samples)): # these are the defaults
         lines.append("--mask_foreground_weight, --mask_background_weight: there is no mask; add mask/, or give --mask "
                      "auto")
     is_sampled = is_given("--sample_every") and args.sample_every # (tiny has a default)

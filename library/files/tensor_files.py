@@ -112,12 +112,11 @@ def judge(path, tensors, text, fix, note):
         other = "a newer" if is_newer else "another"
         raise OtherVersion(f"{path}: is of {other} version of this project, or of another program; use that one, or "
                            "make the file again (cache.py --verify does so in a cache)")
-    is_list = isinstance(written, list) and all(isinstance(row, str) for row in written)
-    # of another program, which has cast it, for instance
-    is_others = is_list and number == FORMAT and is_changed(written, rows_of(tensors))
-    if note and is_others:
-        return note(f"warning: {path}: was changed by another program since it was written, so it cannot be checked")
     if note:
+        is_list = isinstance(written, list) and all(isinstance(row, str) for row in written)
+        if is_list and number == FORMAT and is_changed(written, rows_of(tensors)): # or cast
+            return note(f"warning: {path}: was changed by another program since it was written, so it cannot be "
+                        "checked")
         words = shell_command(["python", "tools/convert_lora.py", path, "--unchecked", "--to", "diffusers", "--out",
                                "NEW.safetensors"])
         fix = f"it is damaged: take another copy; or, if you have changed it on purpose, use what this makes: {words}"
