@@ -286,10 +286,10 @@ def test_matrices_in_bf16_beside_scaled_ones_and_marks_of_other_parts_are_taken(
     assert not read_layout(write(cast | beside, tmp_path / "y.safetensors")).scales
 
 MISFITS = [
-    ("missing here, [", lambda: without("transformer_blocks.2.")),
+    ("missing in the file, [", lambda: without("transformer_blocks.2.")),
     ("1 tensors are not as", lambda: without("img_in.bias")),
-    ("missing there", lambda: OURS | {"transformer_blocks.3.attn.to_q.weight": torch.ones(2)}),
-    ("img_in.bias: [3] here, [", lambda: OURS | {"img_in.bias": torch.ones(3)})]
+    ("missing by the config", lambda: OURS | {"transformer_blocks.3.attn.to_q.weight": torch.ones(2)}),
+    ("img_in.bias: [3] in the file, [", lambda: OURS | {"img_in.bias": torch.ones(3)})]
 
 @pytest.mark.parametrize("what, make", MISFITS, ids=[what for what, _ in MISFITS])
 def test_a_file_that_does_not_fit_the_model_is_one_line(tmp_path, what, make):
