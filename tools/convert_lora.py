@@ -310,7 +310,7 @@ def main():
     args = parser.parse_args()
     if args.to != "model" and (len(args.lora) > 1 or args.model or args.scale or args.dtype):
         parser.error(f"argument --to: {args.to} works with one LoRA, without --model, --scale and --dtype; leave the "
-                     "others out")
+                     "others out, or merge all with --to model")
     if args.to == "vllm-omni" and args.out.suffix == ".safetensors":
         parser.error(f"argument --out: {args.out}: vLLM-Omni reads a folder; give {args.out.with_suffix('')}")
     if args.to not in ("model", "vllm-omni") and args.out.suffix != ".safetensors":

@@ -110,7 +110,7 @@ STRONG = 0.96 # ... and part of these that is too weak in its middle detail
 FINE_SOFTER = 1.15 # times, of the finest detail
 # how much more the finest detail has changed than the middle one, as logarithms: another contrast changes both alike;
 # JPEG and grain change hardly anything but the finest
-LEAST_MORE, MOST_MORE = 1.15, 12
+LEAST_MORE, MOST_MORE = 1.15, 15
 
 def change_of_detail(target, control):
     """-> by how many times the target's finest detail is stronger than the control's (two PIL images), where the two

@@ -300,6 +300,8 @@ def convert(file, header, tensors, rank):
             state[f"transformer.{layer}.lora_A.weight"], state[f"transformer.{layer}.lora_B.weight"] = a, b
     except ValueError as e:
         raise lora_error(file, first_words(e))
+    except KeyError as e: # of decompose
+        raise lora_error(file, f"{layer} has no {e.args[0]}")
     except Exception as e: # a foreign file can fail in any way
         raise lora_error(file, f"{layer}: {first_words(e)}")
     if factored and common.rank() == 0:
