@@ -10,7 +10,7 @@ import pytest
 import common
 from library.lora import lora_paths
 from training import best_step, run_folder
-from tests.harness import add_item, is_one_line, lora_file, lora_tensors, run_script, validations_of
+from tests.harness import add_item, is_one_line, lora_file, lora_tensors, run_script, validations_of, works
 
 @pytest.fixture
 def flags(small):
@@ -33,12 +33,12 @@ def many(psnr):
     return [psnr] * best_step.ENOUGH
 
 def test_the_best_step_is_that_of_the_least_loss_and_of_the_greatest_mean_psnr(tmp_path):
-    """NaN is none; a validation whose pictures have failed is not compared by them."""
+    """Neither NaN nor a number that no float holds is one; failed pictures are not compared."""
     write_log(tmp_path, [dict(step=1, loss=2.0)])
     assert best_step.read_validations(tmp_path) == best_step.read_validations(tmp_path / "no run") == []
     for nothing in ([], [validation(1, float("nan"), pairs=9)]):
         assert best_step.best_steps(nothing) == {} and best_step.describe(nothing) == ["best so far: none"]
-    write_log(tmp_path, [validation(10, float("nan"), *many(21)), dict(step=11, loss=0.1),
+    write_log(tmp_path, [validation(10, 10**400, *many(21)), dict(step=11, loss=0.1),
                          validation(20, 0.5, *many(25)), validation(30, 0.25, *many(23)),
                          validation(40, 0.27, *many(1.5)), validation(50, 0.3)])
     validations = best_step.read_validations(tmp_path)
@@ -46,22 +46,6 @@ def test_the_best_step_is_that_of_the_least_loss_and_of_the_greatest_mean_psnr(t
     assert best_step.describe(validations) == [
         "best so far: step 30 by validation loss (0.2500; the last, step 50, has 0.3000), "
         "step 20 by mean PSNR (25.0 dB; the last, step 40, has 1.5 dB)"]
-
-@pytest.mark.parametrize("losses, psnrs, best", [
-    ((0.54321, 0.54324), (26.993, 27.02), (200, 200)), # all print alike: the first
-    ((0.54321, 0.54319), (26.94, 26.97), (200, 600)), # the losses do, the PSNRs do not
-    ((0.5433, 0.5432), (27.0, 26.9), (600, 200))])
-def test_steps_are_compared_at_the_digits_that_are_printed(losses, psnrs, best):
-    """By the line, by --keep and by the commands at the end."""
-    validations = [validation(step, loss, *many(psnr)) for step, loss, psnr in zip((200, 600), losses, psnrs)]
-    assert tuple(best_step.best_steps(validations).values()) == best
-    assert best_step.steps_to_keep(validations) == {*best}
-    better = {} if losses[0] == 0.54321 and psnrs[1] > psnrs[0] else {200: ["mean PSNR"]}
-    assert best_step.better_steps(validations) == better
-    words = best_step.verdict(validations, "mean PSNR")
-    printed = [f"{psnr:.1f} dB" for psnr in psnrs]
-    assert words == (("step 600", printed[1]) if best[1] == 600 else
-                     ("step 200", f"{printed[0]}; the last, step 600, has {printed[1]}"))
 
 @pytest.mark.parametrize("pairs, pictures, few", [(20, 8, None), (8, 0, None), (7, 0, 7), (2, 2, 2), (20, 4, 4)])
 def test_below_eight_held_out_pairs_one_line_says_that_they_cannot_tell(pairs, pictures, few):
@@ -95,7 +79,7 @@ DAMAGES += [dict(pictures=[PICTURE | damage]) for damage in (
 LINES = [json.dumps(validation(4, 0.1) | damage) for damage in DAMAGES]
 LINES += ['{"val_loss": 0.1', '"val_loss"', '["val_loss"]', '{"val_loss": 0.1}', '{"val_loss": 0.1, "step": 1}']
 LINES += [json.dumps(validation(4, 0.1))[:-1] + f', "x": {deep}}}' for deep in (90_000 * "[", 300 * "[" + 300 * "]")]
-LINES += ["", "[]", "3", "{", "[" * 5000, '{"step": "1"}', '{"step": true}', '{"step": []}', "\udc80"]
+LINES += ["", "\0" * 100, "[]", "3", "{", "[" * 5000, '{"step": "1"}', '{"step": true}', '{"step": []}', "\udc80"]
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
 def test_a_foreign_line_of_a_log_counts_as_none(tmp_path, line):
@@ -111,12 +95,6 @@ def test_a_foreign_line_of_a_log_counts_as_none(tmp_path, line):
     (tmp_path / "log.jsonl").write_text('{"command": [], "val_loss": "x"}\n' + last, "utf-8")
     assert run_folder.clean_folder(tmp_path, 4) == [last]
 
-def test_a_number_that_no_float_holds_is_infinite(tmp_path):
-    write_log(tmp_path, [validation(2, 2.0, 30), validation(4, 10**400)])
-    validations = best_step.read_validations(tmp_path)
-    assert len(validations) == 2 and best_step.best_steps(validations)["validation loss"] == 2
-    assert "the last, step 4, has NaN or Inf" in best_step.describe(validations)[0]
-
 def test_a_line_of_the_log_says_what_its_validation_is_compared_with(tmp_path, small, flags):
     """--val_data, --val_pictures and the flags of sampling may change with --resume, each alone; then back again. A
     LoRA of --sample_lora counts by its content."""
@@ -128,9 +106,8 @@ def test_a_line_of_the_log_says_what_its_validation_is_compared_with(tmp_path, s
     ways = [[], ["--val_pictures", 1], ["--shift", 2], ["--val_data", tmp_path / "other"], ["--sample_lora", lora],
             ["--true_cfg_scale", 2], []] # the last one of a flag counts
     for n, way in enumerate(ways):
-        result = run_script("train.py", *flags, *way, "--sample_every", 0, "--max_steps", n + 1, "--out_dir",
-                            tmp_path / "run", *["--resume"] * (n > 0))
-        assert result.status == 0, result.err
+        result = works("train.py", *flags, *way, "--sample_every", 0, "--max_steps", n + 1, "--out_dir",
+                       tmp_path / "run", *["--resume"] * (n > 0))
     keys = [record["val_key"] for record in validations_of(tmp_path / "run")]
     assert len(keys) == len(ways) and len(set(keys)) == len(ways) - 1 and keys[0] == keys[-1]
     assert f"not compared: {len(ways) - 2} with other --val_data" in result.out
@@ -146,8 +123,7 @@ def test_its_checkpoint_is_not_deleted_and_the_end_names_it(tmp_path, flags, mon
         step, value = best[measure]
         return value if record["step"] == step else real(record, measure)
     monkeypatch.setattr(best_step, "value_of", value_of)
-    result = run_script("train.py", *flags, "--max_steps", 4, "--out_dir", tmp_path / "a")
-    assert result.status == 0, result.err
+    result = works("train.py", *flags, "--max_steps", 4, "--out_dir", tmp_path / "a")
     names = [path.name for path in lora_paths.checkpoints(tmp_path / "a")]
     assert names == [f"checkpoint-{step:06d}" for step in sorted({2, psnr_step, 4})]
     if psnr_step == 2:
@@ -174,8 +150,7 @@ def test_a_run_whose_learning_rate_has_ended_says_why_it_cannot_go_on(tmp_path, 
 def test_a_file_has_every_step_and_a_terminal_one_in_ten(tmp_path, small, terminal, monkeypatch):
     """A line that is printed has at most 100 columns, also of a long run."""
     monkeypatch.setattr(common, "quiet", lambda: not terminal)
-    result = run_script("train.py", *small.flags, "--max_steps", 22, "--save_every", 15, "--out_dir", tmp_path / "a")
-    assert result.status == 0, result.err
+    result = works("train.py", *small.flags, "--max_steps", 22, "--save_every", 15, "--out_dir", tmp_path / "a")
     steps = [int(n) for n in re.findall(r"^step (\d+)/22 ", result.out, re.M)]
     assert steps == ([1, 10, 15, 20, 22] if terminal else [*range(1, 23)])
     lines = [line for line in result.out.splitlines() if line.startswith("step ")]

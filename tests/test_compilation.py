@@ -17,7 +17,7 @@ import torch
 import rope_patch
 from tests import varlen_cpu # which gives torch's variable-length attention a CPU kernel
 from tests.harness import (EXACT, assert_same_run, is_one_line, log_of, lora_of, refused, rel, run_script, show,
-                           start_ranks, validations_of)
+                           start_ranks, validations_of, works)
 from tests.places import windows
 
 RAN = "a graph ran" # the output has it once for each time
@@ -63,8 +63,7 @@ def flags(small, tmp_path):
 
 def train(out_dir, flags, *more):
     """-> what run_script returns, with the forward passes that the run has trained with."""
-    result = run_script("train.py", *flags, "--out_dir", out_dir, *more)
-    assert result.status == 0, result.err
+    result = works("train.py", *flags, "--out_dir", out_dir, *more)
     result.passes = sum(len(result.globals["plan_step"](n)[1]) for n in range(STEPS))
     return result
 

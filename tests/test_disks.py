@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 
 import cache
 import common
-from library.files import disk
 from library.lora import lora_paths
 from training import resume, run_folder
 import predict
@@ -150,9 +149,9 @@ def test_the_reason_decides_the_remedy(tmp_path):
             common.write_file(tmp_path / "a", b"x")
     with bad_disk(tmp_path, dict(name=errno.ENAMETOOLONG)), refused("shorter names"):
         common.write_file(tmp_path / ("a" * 200), b"x")
-    for number in (errno.EIO, errno.ENOSPC): # no disk says so that it has no fsync
-        for kind in ("fsync", "fsync_folder"):
-            with bad_disk(tmp_path, {kind: number}), refused(tmp_path, os.strerror(number)):
+    for number in (errno.EIO, errno.ENOSPC, errno.EEXIST): # no disk says so that it has no fsync
+        for kind in ("rename", "fsync", "fsync_folder"): # the place is the user's, not a file of ours beside it
+            with bad_disk(tmp_path, {kind: number}), refused(f"error: {tmp_path / 'a'}: ", os.strerror(number)):
                 common.write_file(tmp_path / "a", b"x")
 
 def test_room_for_a_checkpoint_is_asked_before_anything_slow(tmp_path, small, no_models, monkeypatch, capsys):
@@ -171,34 +170,17 @@ def test_room_for_a_checkpoint_is_asked_before_anything_slow(tmp_path, small, no
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
     run_folder.check_room(tmp_path, 10**6, 2)
 
-def renaming_tools(small, two_loras, folder):
-    """-> the calls of the tools that rename a folder to folder/x at their end."""
-    data = small.folder / "data"
-    return (["tools/convert_lora.py", two_loras[0], "--to", "model", "--out", folder / "x"],
-            ["tools/import_data.py", data, folder / "x"],
-            ["tools/doctor.py", data, "--out", folder / "o", "--align", folder / "x"])
-
 @pytest.mark.parametrize("faults", ["bucket", dict(rename_full=errno.EIO), dict(rename_folder=errno.EEXIST)], ids=str)
 def test_a_tool_that_renames_a_folder_at_its_end_tries_that_first(tmp_path, small, two_loras, no_models, faults):
     """With a folder that has something in it, however the disk refuses, and before any picture is looked at."""
     with bad_disk(tmp_path, faults):
-        for call in renaming_tools(small, two_loras, tmp_path):
+        for call in (["tools/convert_lora.py", two_loras[0], "--to", "model", "--out", tmp_path / "x"],
+                     ["tools/import_data.py", small.folder / "data", tmp_path / "x"],
+                     ["tools/doctor.py", small.folder / "data", "--out", tmp_path / "o", "--align", tmp_path / "x"]):
             result = run_script(*call)
             line = result.errors[-1]
             assert result.status == 1 and is_one_line(line, tmp_path / "x", "cannot rename folders"), result.err
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*")) and not (tmp_path / "o/report.json").exists()
-
-@pytest.mark.parametrize("kind, words", [("rename_full", "cannot rename folders"), ("write", os.strerror(errno.EIO))])
-def test_a_tool_whose_last_act_fails_says_why_and_leaves_nothing(tmp_path, small, two_loras, monkeypatch, kind, words):
-    """The remedy fits the reason, and the next try finds no empty folder in its way."""
-    monkeypatch.setattr(disk, "try_renames", lambda *_: None)
-    calls = renaming_tools(small, two_loras, tmp_path)
-    for call in calls[:2] if kind == "write" else calls: # (the third writes its report first)
-        with bad_disk(tmp_path, {kind: errno.EIO}):
-            result = run_script(*call)
-        line = result.errors[-1]
-        assert result.status == 1 and is_one_line(line, f"{tmp_path}/x: ", words, "another disk"), result.err
-        assert "space" not in line and not (tmp_path / "x").exists()
 
 def test_what_a_tool_has_made_counts_though_its_empty_folder_stays(tmp_path, small):
     """NFS keeps the folder of a file that somebody reads."""
@@ -213,16 +195,6 @@ def test_a_model_that_does_not_fit_on_the_disk_needs_space(tmp_path, two_loras, 
     monkeypatch.setattr(ModelMixin, "save_pretrained", full)
     result = run_script("tools/convert_lora.py", two_loras[0], "--to", "model", "--out", tmp_path / "x")
     assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / "x", "No space", "free some"), result.err
-
-@pytest.mark.parametrize("kind", ["rename", "fsync", "fsync_folder"])
-def test_what_a_disk_refuses_is_named_whatever_its_number(tmp_path, kind):
-    """And the place is the user's, not a file of ours beside it."""
-    for number in (errno.EEXIST, errno.EIO, errno.EBUSY, errno.ENOENT, errno.ENOTEMPTY, errno.EROFS):
-        with bad_disk(tmp_path, {kind: number}):
-            for work, place in ((disk.try_out, tmp_path), (lambda file: common.write_file(file, b"x"), tmp_path / "a")):
-                with refused(f"error: {place}: ", kind.split("_")[0], os.strerror(number)) as e:
-                    work(place)
-                assert ".tmp-" not in str(e.value)
 
 @pytest.mark.parametrize("number", [errno.EBUSY, errno.EPERM], ids=os.strerror)
 def test_an_open_file_need_not_be_deleted(tmp_path, capsys, number):

@@ -2,7 +2,6 @@
 The environment is not trusted: every text is UTF-8 by word, RANK and the like without torchrun are one line, and what a
 variable says does not change numbers in silence.
 """
-import ast
 import json
 import os
 import re
@@ -24,29 +23,6 @@ from training import run_log
 from tests.harness import HERE, ON_DEVICE, add_item, assert_same_run, is_one_line, refused, run_script, works
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
-
-def opens_text(node):
-    """Whether a call opens a file, or a process, as text in the locale's encoding."""
-    name = ast.unparse(node.func).rpartition(".")[2]
-    owner = ast.unparse(node.func).rpartition(".")[0]
-    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-    words = [ast.unparse(arg) for arg in node.args] + list(keywords.values())
-    if "encoding" in keywords or "'utf-8'" in words or owner in ("Image", "os", "real", "stray_files", "ParquetFile"):
-        return False
-    if name in ("read_text", "write_text"):
-        return owner != ""
-    if name in ("open", "fdopen"):
-        return not any(re.fullmatch("'[rwxa+]*b[rwxa+]*'", word) for word in words)
-    return bool({"text", "universal_newlines"} & keywords.keys()) and name in ("run", "Popen", "check_output")
-
-def test_every_text_that_is_opened_names_its_encoding():
-    """In all of our files, the tests' too: else the locale's is taken, such as EUC-JP or cp1252."""
-    wrong = []
-    for path in [path for pattern in ("*.py", "*/*.py", "*/*/*.py") for path in HERE.glob(pattern)]:
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)) and opens_text(node):
-                wrong.append(f"{path.relative_to(HERE)}:{node.lineno}")
-    assert wrong == []
 
 OURS = r"(__main__|common|cache|predict|rope_patch|library|training|tools)\b"
 LEGACY = """

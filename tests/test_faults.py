@@ -22,7 +22,7 @@ import cache
 from library.data import index_file
 from library.files import tensor_files
 from library.lora import lora_paths
-from training import resume, run_folder
+from training import run_folder
 import predict
 import rope_patch
 from tests.harness import (assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip, is_one_line, kill,
@@ -88,30 +88,6 @@ def test_training_killed_at_any_instant_ends_as_the_unbroken_run(tmp_path, small
     """Steps, losses, learning rates, gradient norms and the final LoRA, bit for bit."""
     for _, process, status, _ in killed_runs(start, small, unbroken, tmp_path, 0):
         assert status == -9, process.output()
-
-def killed_at(place):
-    """For a child process: it dies before a file gets this final name."""
-    replace = os.replace
-
-    def killed(a, b):
-        if str(b).endswith(place):
-            os.kill(os.getpid(), 9)
-        replace(a, b)
-    os.replace = killed
-
-@pytest.mark.parametrize("place", [f"checkpoint-000004/{name}" for name in (resume.OPTIMIZER_FILE, predict.LORA_FILE)])
-def test_a_checkpoint_killed_while_it_is_written_is_none(tmp_path, small, start, unbroken, place):
-    """And the log ends in rubbish, as after a power loss."""
-    out_dir = tmp_path / "run"
-    process = start("train.py", *small.flags, "--out_dir", out_dir, prelude=functools.partial(killed_at, place))
-    assert process.wait() == -9 and steps_of(out_dir) == [2] and lines_of(out_dir) == 4
-    with open(out_dir / "log.jsonl", "ab") as f:
-        f.write(bytes(100) + b'\n"step"}\n{"st')
-    (out_dir / ".tmp-checkpoint-000001").mkdir()
-    (out_dir / ".tmp-0123").touch()
-    process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume")
-    assert process.wait() == 0 and "after step 2" in process.output(), process.output()
-    assert_same_run(out_dir, unbroken.out_dir)
 
 def test_the_log_is_on_the_disk_before_the_checkpoint_is(tmp_path, small, monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace

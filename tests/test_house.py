@@ -1,7 +1,6 @@
 """
 The rule on the wall: the five core files, library/ and training/ are the program, which works when it is copied with
-tiny/ alone; tools/ and tests/ can be deleted; none imports a test module; nothing at the top of a file is POSIX-only.
-(test_floors.py: who may import whom.)
+tiny/ alone; tools/ and tests/ can be deleted. (test_floors.py: who may import whom.)
 """
 import ast
 import inspect
@@ -65,39 +64,23 @@ def test_a_script_imports_library_before_any_module_of_ours():
         if path.name in CORE: # which stand among all other folders
             assert names[:3] == ["os", "sys", "library"], path
 
-def test_no_file_imports_a_test_module():
-    """What two of them share is in tests/harness.py."""
-    modules = {path.stem for pattern in ("test_*.py", "tests/test_*.py") for path in HERE.glob(pattern)}
-    assert {"test_consistency", "test_house"} <= modules
-    for path in [p for pattern in ("*.py", "library/**/*.py", "training/*.py", "tiny/*.py", "tools/*.py", "tests/*.py")
-                 for p in HERE.glob(pattern)]:
-        nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
-        names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
-        names |= {f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
-        assert not modules & {part for name in names for part in name.split(".")}, path
-
-AS_ON_WINDOWS = """
-import json, os, runpy, signal, sys
+IN_TURN = """
+import json, os, runpy, sys
 sys.path.insert(0, "")
-import filelock, predict # the libraries may use what this system has; then the scripts begin anew, without it
-for name in ("rope_patch", "common", "cache", "predict"):
-    del sys.modules[name]
-sys.modules.update(fcntl=None, resource=None, pwd=None)
-del os.uname, signal.SIGUSR1
 os.environ["PATH"] = "" # no git
 for sys.argv in json.loads(sys.argv[1]): # one process, as a start takes ten seconds
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 def test_the_five_files_alone_cache_train_and_sample(tmp_path):
-    """Also where neither fcntl nor resource nor os.uname exist, as on Windows, and no git."""
+    """Also where no git is. (As on Windows: test_windows.py.)"""
     folder = copied(tmp_path / "alone")
     for part in ("target", "control"): # four pictures are enough
         shutil.move(folder / "tiny/known" / part / "keep", folder / "keep" / part)
     steps = ["--num_inference_steps", "2"]
     commands = [["cache.py"], ["train.py", "--max_steps", "2", "--val_data", "keep", "--batch_size", "2", *steps],
                 ["predict.py", "--jobs", "keep", "--lora", "out/tiny-data-001", *steps]]
-    result = python(folder, "-c", AS_ON_WINDOWS, json.dumps(commands))
+    result = python(folder, "-c", IN_TURN, json.dumps(commands))
     assert result.returncode == 0, result.stderr[-2000:]
     assert (folder / "out/tiny-data-001/DONE").exists()
     assert '"psnr"' in (folder / "out/tiny-data-001/log.jsonl").read_text("utf-8")

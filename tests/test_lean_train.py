@@ -11,16 +11,14 @@ import torch
 from library.files import tensor_files
 import predict
 from tests.harness import (ADAMW, EXACT, HERE, add_item, assert_bitwise, curve, damage_tensors, demo_cache, is_one_line,
-                           kill, log_of, lora_of, losses_of, paint_picture, rel, run_script, start_ranks, until)
+                           kill, log_of, lora_of, losses_of, paint_picture, rel, run_script, start_ranks, until, works)
 
 LEAN = "tools/lean_train.py"
 DEMO = ["--max_steps", 6, *EXACT, "--device", "cpu", "--caption_dropout_rate", 0.1]
 
 def lean(out_dir, *flags):
     """It trains, which has to succeed."""
-    result = run_script(LEAN, "--out_dir", out_dir, *flags)
-    assert result.status == 0, result.err
-    return result
+    return works(LEAN, "--out_dir", out_dir, *flags)
 
 def assert_same(out_dir, other, steps=12):
     """Log and LoRA agree in every bit."""

@@ -326,13 +326,6 @@ def test_what_has_failed_is_not_held():
     finally:
         gc.enable()
 
-def test_an_error_behind_a_log_that_fails_leaves_all_lines(whole, tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        failing_log(patch, [2])
-        failing(patch, rope_patch, "run_packed", [3])
-        result, error = run_and_catch(*whole.flags, "--out_dir", tmp_path / "run")
-    assert error is OSError and [r["step"] for r in log_of(tmp_path / "run")] == [1, 2]
-
 @pytest.mark.parametrize("calls, saved", [([1, 2], 3), (None, 1)])
 def test_a_disk_that_stays_full_ends_the_run_when_the_next_is_due(whole, tmp_path, monkeypatch, calls, saved):
     """With the error's line and status 1, after one more try, which may succeed; the checkpoint before stays till

@@ -223,17 +223,6 @@ def test_lines_that_differ_only_in_the_file_are_one(tmp_path):
                         tmp_path / "photos/control")
     assert len(result.errors) == 2 and "and 24 others likewise" in result.err
 
-def test_few_lines_and_other_reasons_stay_apart():
-    lines = [f"error: d/{name}.png: no caption; expected d/{name}.txt" for name in ("a", "b (1)", "caption")]
-    assert common.fold(lines) == lines
-    more = [*lines, "error: d/x.png: no caption; expected d/y.txt", "error: d/e: other; z"]
-    assert common.fold(more) == more
-    four = [*lines, "error: d/.x.png: no caption; expected d/.x.txt"]
-    assert common.fold(four) == [f"{lines[0]}; and 3 others likewise: b (1).png, caption.png, .x.png"]
-    assert len(common.fold([f"error: m.jsonl:{n}: no field 'target'; want it" for n in range(9)])) == 1
-    long, = common.fold([f"error: {n:0200}.png: no; do" for n in range(9)])
-    assert len(long) < 700
-
 # ---- at once ---------------------------------------------------------------------------------------------------------
 
 SLOW = """import json, runpy, sys

@@ -24,9 +24,9 @@ from tests.harness import (HERE, TINY, add_item, is_one_line, is_whole, lora_fil
 OTHERS = """
 --model --data --val_data --device --vae_device --text_encoder_device --transformer_device --preserve_prompts --image
 --prompt --jobs --lora --sample_lora --negative_prompt --transformer --lora_targets --pretrained_lora --optimizer
-tools/bench.py --device; tools/convert_lora.py lora; tools/doctor.py data; tools/measure.py results dataset
-tools/import_data.py source --target --control --mask --prompt
-"""
+""".split()
+OF_SCRIPT = {"tools/convert_lora.py": ["lora"], "tools/doctor.py": ["data"], "tools/measure.py": ["results", "dataset"],
+             "tools/import_data.py": ["source", "--target", "--control", "--mask"]}
 
 def flags_of(script, monkeypatch):
     """-> the names of a script's flags and arguments that take a name or another text."""
@@ -52,30 +52,20 @@ def takes(action, text):
         return False
     return True
 
-def listed(text):
-    """-> {script, or "" for all scripts: names}."""
-    names = {}
-    for part in filter(None, re.split(r"\s*[;\n]\s*", text)):
-        script, *of_script = part.split()
-        if script.startswith("-"):
-            script, of_script = "", [script, *of_script]
-        names.setdefault(script, []).extend(of_script)
-    return names
-
 PATTERNS = ("*.py", "tools/*.py", "tiny/*.py", "library/**/*.py", "training/*.py")
 SCRIPTS = sorted(path.relative_to(HERE).as_posix() for pattern in PATTERNS
                  for path in HERE.glob(pattern) if re.search(r"^(    )?parser = ", path.read_text("utf-8"), re.M))
 
 def test_each_flag_that_takes_a_name_is_known_to_be_an_output_or_not(monkeypatch):
     """A new one that has no case and stands not among the others fails here."""
-    outputs, others = listed("\n".join(CASES)), listed(OTHERS)
-    assert len(SCRIPTS) >= 12 and set(outputs) <= set(SCRIPTS)
+    assert len(SCRIPTS) >= 12 and {case.split()[0] for case in CASES} <= {*SCRIPTS}
     for script in SCRIPTS:
         with monkeypatch.context() as patch:
             names = flags_of(script, patch)
-        known = set(outputs.get(script, [])) | set(others.get(script, [])) | set(others[""])
-        assert names <= known, f"{script}: {names - known}: does it name an output? see CASES"
-        assert set(outputs.get(script, [])) <= names, script
+        outputs = {case.split()[1] for case in CASES if case.split()[0] == script}
+        unknown = names - outputs - {*OTHERS, *OF_SCRIPT.get(script, [])}
+        assert not unknown, f"{script}: {unknown}: does it name an output? see CASES"
+        assert outputs <= names, script
 
 # ---- what the user has there survives --------------------------------------------------------------------------------
 

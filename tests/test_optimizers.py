@@ -175,16 +175,6 @@ LOST = dict.fromkeys(ELSEWHERE, "would take other steps")
 LOST |= {ObjectInState: "cannot keep SimpleNamespace", StateOfAll: "cannot keep 'all'", FailsInItsStep: "KeyError",
          ChangesNothing: "by 0.0e+00 a step", NoTrain: "no attribute 'train'", TensorForItsRate: "'item'"}
 
-@pytest.mark.parametrize("optimizer", OWN[2:5])
-def test_a_run_of_train_py_resumes_to_the_bit(small, tmp_path, optimizer):
-    """Of three of these forms; of all of them, and of published ones, below."""
-    flags = [*small.flags, "--optimizer", optimizer, "--lr", 1e-2]
-    for name, steps, more in (("a", 6, []), ("b", 3, []), ("b", 6, ["--resume"])):
-        works("train.py", *flags, "--out_dir", tmp_path / name, "--max_steps", steps, *more)
-    assert_same_run(tmp_path / "a", tmp_path / "b")
-    # it is the state that decides: without it the curve is another
-    assert len({r["loss"] for r in log_of(tmp_path / "a")}) == 6
-
 @pytest.mark.parametrize("optimizer", LOST, ids=lambda c: c.__name__)
 def test_what_a_checkpoint_cannot_keep_is_refused_before_the_first_step(small, tmp_path, optimizer):
     result = run_script("train.py", *small.flags, "--optimizer", f"{__name__}.{optimizer.__name__}",

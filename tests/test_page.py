@@ -19,7 +19,7 @@ from PIL import Image
 from common import printable
 from training import best_step, run_folder
 from tests.fuzz import fuzz
-from tests.harness import Reader, add_item, is_one_line, run_script, until, within
+from tests.harness import Reader, add_item, is_one_line, run_script, until, within, works
 from tools import page
 
 ATTACKS = ["<script>window.hit = 1</script>", "</script><script>window.hit = 1</script>", "a\u2028b <b>bold</b>",
@@ -69,8 +69,7 @@ def make_run(folder, steps=200, every=50, prompts=("add a border",), files=None,
 
 def read_page(run, *flags, file="index.html"):
     """Draws the page of a run, which has to succeed -> Reader, with the script's result and the headline's lines."""
-    result = run_script("tools/page.py", run, *flags)
-    assert result.status == 0, result.err
+    result = works("tools/page.py", run, *flags)
     read = Reader(run / file)
     read.result, read.text = result, (run / file).read_text("utf-8")
     read.verdicts = list(map(html.unescape, re.findall('<p class="verdict">(.*?)</p>', read.text)))
@@ -92,9 +91,8 @@ def test_what_train_writes_is_shown(tmp_path, small):
     """Also while the run is at work: the last line may be half a line, which is no reason to warn. No path of the disk
     is in the page, for whoever gets it."""
     run = tmp_path / "it's a run"
-    result = run_script("train.py", *small.flags, "--val_data", small.folder / "data", "--sample_every", 2,
-                        "--max_steps", 3, "--out_dir", run, "--lora_args", "use_rslora=true")
-    assert result.status == 0, result.err
+    works("train.py", *small.flags, "--val_data", small.folder / "data", "--sample_every", 2,
+          "--max_steps", 3, "--out_dir", run, "--lora_args", "use_rslora=true")
     with open(run / "log.jsonl", "a", encoding="utf-8") as f:
         f.write('{"step": 4, "lo')
     read = read_page(run)

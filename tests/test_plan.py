@@ -11,7 +11,7 @@ import cache
 import predict
 import rope_patch
 from training import plan, validation
-from tests.harness import TINY, add_item, run_script
+from tests.harness import TINY, add_item, run_script, works
 
 def rows_of(out):
     """-> {row of the table of hours: what its last column says}."""
@@ -68,8 +68,7 @@ def test_the_hours_of_the_plan_are_those_of_all_that_the_run_does(tmp_path, monk
     monkeypatch.setattr(plan, "DISK", 1e30)
 
     def planned_rows():
-        planned = run_script("train.py", *flags, "--plan")
-        assert planned.status == 0, planned.err
+        planned = works("train.py", *flags, "--plan")
         return rows_of(planned.out)
     rows = planned_rows()
     with pytest.MonkeyPatch.context() as patch:
@@ -89,9 +88,8 @@ def test_the_hours_of_the_plan_are_those_of_all_that_the_run_does(tmp_path, monk
 def test_a_published_model_is_planned_for_a_card_on_any_machine(tmp_path, quick, flags, hours):
     """In bfloat16 and with hours, without --dtype and without a GPU."""
     folder = plan.write_configs("Qwen/Qwen-Image-Edit-2511")
-    result = run_script("train.py", "--plan", "--model", folder, "--data", TINY / "data", "--device", "cpu",
-                        "--cache_dir", tmp_path / "c", "--gradient_checkpointing", 60, "--out_dir", "run", *flags)
-    assert result.status == 0, result.err
+    result = works("train.py", "--plan", "--model", folder, "--data", TINY / "data", "--device", "cpu",
+                   "--cache_dir", tmp_path / "c", "--gradient_checkpointing", 60, "--out_dir", "run", *flags)
     assert ("expected hours" in result.out) == hours == (", in bfloat16." in result.out)
     assert ("whole run, with the steps before --resume" in result.out) == hours
 
@@ -118,22 +116,3 @@ def test_eight_cards_share_the_work_and_wait_for_each_other(monkeypatch):
         total = sum(expected.values())
         assert rows["in all"] == f"{total:.1f}-{3 * total:.1f}"
         assert rows["card-hours"] == f"{8 * total:.1f}-{24 * total:.1f}"
-
-def test_processes_draw_different_pictures_but_with_fsdp_the_same_ones(monkeypatch):
-    """And without a cache nothing is encoded before."""
-    text = "x", True
-    sample = SimpleNamespace(prompts=["x"], encodings=[dict(img_shapes=[(1, 2, 3)])], texts={text: dict(tokens=4)})
-    monkeypatch.setattr(plan, "text_keys_of", lambda sample, settings: [text])
-    monkeypatch.setattr(plan, "world", lambda: 2)
-    args = SimpleNamespace(max_tokens=10, max_steps=7, sample_every=3, use_cache=False)
-
-    def plan_step(n):
-        return [[SimpleNamespace(tokens=10)]]
-
-    def deal_packs(tokens):
-        return [[[0]], [[]]]
-    for args.fsdp, packs in ((False, [2, 1]), (True, [3, 3])):
-        work = plan.counts(args, [], [sample], [(sample, None)] * 3, plan_step, deal_packs)
-        assert [len(share) for share in work.sampling] == packs and work.sampling[0][0] == [10]
-        assert (work.encoded, work.validations, work.pictures) == (0, 3, 3)
-        assert work.loss == [[[10]], [[10]]] # an idle pass counts as one

@@ -11,7 +11,6 @@ processes without memory, whose remedy is that of a step, below.
 
 $ python -m pytest -q tests/test_remedies.py    # half a minute
 """
-import ast
 import shlex
 import shutil
 
@@ -21,7 +20,7 @@ import torch
 from library.files import tensor_files
 import predict
 import rope_patch
-from tests.harness import (EXACT, HERE, add_item, as_strangers, copy_model, damage_tensors, is_one_line, log_of,
+from tests.harness import (EXACT, add_item, as_strangers, copy_model, damage_tensors, is_one_line, log_of,
                            run_script, works)
 
 @pytest.fixture(scope="module")
@@ -187,38 +186,3 @@ def test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora(plac
     python, script, *flags = shlex.split(result.errors[-1].split("its LoRA: ")[1])
     result = run_script(script, *flags, "--out_dir", tmp_path / "new")
     assert (python, result.status) == ("python", 0) and len(log_of(tmp_path / "new")) == 3, result.err
-
-ELSEWHERE = { # lines of these files: where their remedies are tried, or why not
-    "was begun with --max_steps": "test_best_step.py: the command of its line is run",
-    "a lower --lr (--pretrained_lora": "test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_...",
-    "out of memory with --gradient_checkpointing": "test_what_helps_after_memory_ran_out_is_allowed_...",
-    ":   at step ": "the form of step_error's lines, which are listed, too",
-    "start with torchrun": "test_quantization.py",
-    "cannot be imported": "test_optimizers.py: it needs a broken module",
-    "cannot be moved aside": "test_disks.py: it needs such a disk",
-    "lower --max_tokens, then": "docstring",
-    "continue with that version": "test_formats.py: test_a_checkpoint_of_an_older_format_is_refused_as_older",
-    "a checkpoint cannot keep": "test_optimizers.py: it needs an optimizer that training/preflight.py does not catch",
-    "its prompt_embed has": "test_foreign_data.py: a forged cache, for which there is no other remedy",
-    "is not what": "test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora",
-    "of its tensors are not those of this LoRA":
-        "test_foreign_headers.py: of a forged file there is no other copy here",
-    "take another copy": "the same; and never shown alone, like the next",
-    "its files do not belong together": "never shown alone: find_checkpoint takes the checkpoint before it"}
-
-def lines_of(file):
-    """It returns the texts of all error lines that a file of ours can write, without what is put into them."""
-    texts = []
-    for node in ast.walk(ast.parse((HERE / file).read_text("utf-8"))):
-        name = isinstance(node, ast.Call) and ast.unparse(node.func)
-        if name in ("InputError", "parser.error", "common.flag_error", "step_error") and node.args:
-            constants = [part.value for arg in node.args for part in ast.walk(arg) if isinstance(part, ast.Constant)]
-            texts.append(" ".join(filter(lambda value: isinstance(value, str), constants)))
-    return [text for text in texts if " " in text]
-
-@pytest.mark.parametrize("file", ["train.py", "training/resume.py", "training/optimizers.py"])
-def test_every_remedy_has_its_row(file):
-    """A new error line of theirs needs a row in the table, or a reason."""
-    tried = [line for _, line, _ in TABLE] + list(ELSEWHERE)
-    lines = lines_of(file)
-    assert len(lines) > 2 and [text for text in lines if not any(line in text for line in tried)] == []

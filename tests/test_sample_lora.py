@@ -37,8 +37,7 @@ def flags(tmp_path_factory):
             "--sample_every", 1, "--lora_targets", "to_q", "to_v", *NATIVE, *EXACT, "--device", "cpu"]
 
 def train(out_dir, flags, *more):
-    result = works("train.py", *flags, "--out_dir", out_dir, *more)
-    return result
+    return works("train.py", *flags, "--out_dir", out_dir, *more)
 
 def pictures_of(folder):
     """-> {name: pixels} of the PNGs below a folder."""

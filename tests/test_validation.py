@@ -15,7 +15,7 @@ from library.data import dataset, picture_files
 from training import best_step, validation
 import predict
 from tests.harness import (ADAMW, EXACT, NATIVE, ON_DEVICE, add_item, curve, is_one_line, log_of, lora_of,
-                           paint_picture, run_script, save, start_ranks, train, validations_of)
+                           paint_picture, run_script, save, start_ranks, train, validations_of, works)
 
 def test_validation_changes_no_number(tmp_path, data, monkeypatch):
     """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
@@ -212,9 +212,8 @@ def test_validation_samples_that_would_share_their_pictures_are_refused(data, tm
 def test_a_resumed_run_with_other_validation_pictures_compares_with_these(data, tmp_path):
     """Of the same names: target, control and base are saved anew."""
     def steps(val, *flags):
-        result = run_script("train.py", "--data", data, "--cache_dir", tmp_path / "c", "--val_data", val, "--out_dir",
-                            tmp_path / "run", "--batch_size", 2, "--lr_scheduler", "constant", *ON_DEVICE, *flags)
-        assert result.status == 0, result.err
+        works("train.py", "--data", data, "--cache_dir", tmp_path / "c", "--val_data", val, "--out_dir",
+              tmp_path / "run", "--batch_size", 2, "--lr_scheduler", "constant", *ON_DEVICE, *flags)
         return {kind: (tmp_path / f"run/samples/{kind}/val/v.png").read_bytes()
                 for kind in ("target", "control", "base")}
     add_item(tmp_path / "one/val", "v")
