@@ -47,6 +47,22 @@ def test_the_best_step_is_that_of_the_least_loss_and_of_the_greatest_mean_psnr(t
         "best so far: step 30 by validation loss (0.2500; the last, step 50, has 0.3000), "
         "step 20 by mean PSNR (25.0 dB; the last, step 40, has 1.5 dB)"]
 
+@pytest.mark.parametrize("losses, psnrs, best", [
+    ((0.54321, 0.54324), (26.993, 27.02), (200, 200)), # all print alike: the first
+    ((0.54321, 0.54319), (26.94, 26.97), (200, 600)), # the losses do, the PSNRs do not
+    ((0.5433, 0.5432), (27.0, 26.9), (600, 200))])
+def test_steps_are_compared_at_the_digits_that_are_printed(losses, psnrs, best):
+    """By the line, by --keep and by the commands at the end."""
+    validations = [validation(step, loss, *many(psnr)) for step, loss, psnr in zip((200, 600), losses, psnrs)]
+    assert tuple(best_step.best_steps(validations).values()) == best
+    assert best_step.steps_to_keep(validations) == {*best}
+    better = {} if losses[0] == 0.54321 and psnrs[1] > psnrs[0] else {200: ["mean PSNR"]}
+    assert best_step.better_steps(validations) == better
+    words = best_step.verdict(validations, "mean PSNR")
+    printed = [f"{psnr:.1f} dB" for psnr in psnrs]
+    assert words == (("step 600", printed[1]) if best[1] == 600 else
+                     ("step 200", f"{printed[0]}; the last, step 600, has {printed[1]}"))
+
 @pytest.mark.parametrize("pairs, pictures, few", [(20, 8, None), (8, 0, None), (7, 0, 7), (2, 2, 2), (20, 4, 4)])
 def test_below_eight_held_out_pairs_one_line_says_that_they_cannot_tell(pairs, pictures, few):
     """The verdict is there all the same: a loss that has doubled is worse, also of two pairs."""

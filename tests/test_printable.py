@@ -2,6 +2,7 @@
 What comes from a file is shown escaped: names, prompts, "out", tensor names and texts of any kind move no cursor, ring
 no bell, turn no direction of writing, and begin no line on a terminal or in a page, where they could pass for ours.
 """
+import ast
 import json
 import os
 import subprocess
@@ -194,3 +195,16 @@ def test_a_print_of_yours_and_a_traceback_keep_their_lines():
     assert result.stdout == "[[1, 2],\n [3, 4]]\n"
     lines = result.stderr.splitlines()
     assert lines[0].startswith("Traceback") and lines[-1] == "ZeroDivisionError: division by zero" and len(lines) > 2
+
+MAY_PRINT = ["tools/bench.py", "tools/gpu_check.py"] # only numbers
+
+def test_all_lines_of_ours_are_told():
+    """common.tell and common.say show what is in a line; print and tqdm.write would leave its line ends."""
+    patterns = ("*.py", "library/**/*.py", "training/*.py", "tools/*.py")
+    for path in [path for pattern in patterns for path in HERE.glob(pattern)]:
+        name = path.relative_to(HERE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in ("print", "tqdm.write") and name not in MAY_PRINT and not name.startswith(("test_", "conf")):
+                is_ours = isinstance(node.args[0], ast.Constant) or ast.unparse(node.args[0]) == "printable(line)"
+                assert is_ours, f"{name}:{node.lineno}: {called}(...) of what a file may say; call common.tell"
