@@ -1,6 +1,4 @@
-"""
-Colours by hand: spaces of red, green and blue, and their ICC profiles, from primaries and curves.
-"""
+"""Colours by hand: spaces of red, green and blue, and their ICC profiles, from primaries and curves."""
 import struct
 
 import numpy as np

@@ -10,7 +10,6 @@ import json
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -173,22 +172,6 @@ def test_a_pair_without_a_mask_gets_one_in_the_cache(tmp_path):
     assert "--mask auto looks for the edit in 3 pairs" in said["auto"]
     for name in ("none", "rounded"):
         assert encoded["auto"][name][1]["edit_mask"].reshape(4, 6).tolist() == [[1.0] * 6] + [[0.0] * 6] * 3
-
-def test_the_doctor_draws_the_mask_of_the_size_that_is_trained(tmp_path):
-    control, target = edited_pair(np.random.default_rng(4), "object", (336, 222))
-    add_item(tmp_path / "data", "cat")
-    save(control, tmp_path / "data/control/cat.png")
-    save(target, tmp_path / "data/target/cat.png")
-    result = run_script("tools/doctor.py", tmp_path / "data", "--out", tmp_path / "out", "--mask", "auto",
-                        "--target_pixels", "96x96", "native")
-    assert result.status == 0, result.err
-    [sample], _ = dataset.read_dataset(tmp_path / "data")
-    got = np.asarray(Image.open(tmp_path / "out/pictures/overview-0-2.jpg"), float)
-    far = []
-    for area in (96 * 96, "native"):
-        *_, (_, edited) = doctor.with_mask([sample], SimpleNamespace(mask="auto", target_pixels=[area], upscale=True))
-        far.append(abs(got - np.asarray(edited, float)).mean())
-    assert far[0] < 2 < far[1]
 
 # ---- tools/doctor.py -------------------------------------------------------------------------------------------------
 

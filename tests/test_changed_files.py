@@ -16,12 +16,11 @@ from PIL import Image
 
 import cache
 import common
-from library.models import devices
 from library.data import stat_cache
 import predict
 from tests.harness import (ON_DEVICE, TINY, add_item, assert_bitwise, cached_files, change_weight, copy_model,
-                           is_one_line, lora_file, lora_of, lora_tensors, make_cache, paint_picture, results_of,
-                           run_script, save, steps_of)
+                           is_one_line, lora_file, lora_of, lora_tensors, paint_picture, results_of, run_script, save,
+                           steps_of)
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -238,20 +237,6 @@ def test_what_changes_before_it_is_used_is_one_line_and_no_picture(place, here, 
         if file.suffix == ".safetensors":
             assert_bitwise(*[safetensors.torch.load_file(f / "cache" / file) for f in (here, place)])
 
-@pytest.mark.parametrize("module, moment", [(devices, "start_processes"), (cache, "load_pipeline"),
-                                            (cache, "encoder_fingerprints"), (predict, "plan_requests")])
-@pytest.mark.parametrize("what", ["lora1/" + predict.LORA_FILE, "model/model_index.json", "model/vae"])
-def test_what_is_gone_before_it_is_hashed_or_behind_is_one_line(here, monkeypatch, module, moment, what):
-    """At any moment, though the line says it in other words where the file was never seen."""
-    before(monkeypatch, module, moment, lambda: (here / what).rename(here / "elsewhere"))
-    result = draw_in(here)
-    is_read = moment == "plan_requests" if what.endswith("model_index.json") else moment != "start_processes"
-    if is_read and not what.endswith("vae"): # all of it is in memory
-        assert result.status == 0
-        return
-    assert result.status == 1 and is_one_line(result.errors[-1], (here / what).name), result.err
-    assert not list((here / "out").glob("*.png"))
-
 @pytest.mark.parametrize("script", ["predict", "train"])
 @pytest.mark.parametrize("change", [False, True], ids=["same", "other"])
 def test_another_machine_has_the_same_files_elsewhere(here, monkeypatch, script, change):
@@ -355,36 +340,3 @@ def test_what_is_replaced_when_it_has_been_read_stops_nothing_and_changes_nothin
             file.write_bytes(b"x" * 999)
     flags = ["--sample_lora", here / "lora1", "--max_steps", 2, "--dtype", "bfloat16"]
     trainings_without_and_with(here, monkeypatch, "load_latents", spoil, *flags)
-
-def test_a_run_folders_lora_is_looked_up_once(here, monkeypatch):
-    """Its newest checkpoint would be another one at each look, while it is being trained."""
-    run = here / "other"
-    for step in (1, 2):
-        (run / f"checkpoint-{step:06d}").mkdir(parents=True)
-    shutil.copy(here / "lora1" / predict.LORA_FILE, run / "checkpoint-000001")
-    shutil.rmtree(run / "checkpoint-000002")
-
-    def newer():
-        (run / "checkpoint-000002").mkdir()
-        shutil.copy(here / "lora2" / predict.LORA_FILE, run / "checkpoint-000002")
-    before(monkeypatch, cache, "encode_samples", newer)
-    seen, real = [], predict.read_lora
-    monkeypatch.setattr("library.lora.lora_file.read_lora", lambda path: seen.append(str(path)) or real(path))
-    result = train_in(here, "--sample_lora", run)
-    assert result.status == 0, result.err
-    assert seen == [str(run / "checkpoint-000001" / predict.LORA_FILE)]
-    used, = result.globals["sample_loras"]
-    assert used.hash == common.file_hash(run / "checkpoint-000001" / predict.LORA_FILE)
-
-def test_an_index_names_the_encoders_that_have_encoded(here, monkeypatch):
-    """Not those that lie there when it is written."""
-    models = cache.encoder_fingerprints(here / "model", here / "cache")
-    real = cache.encode_samples
-
-    def encode_samples(*args, **kwargs):
-        failed = real(*args, **kwargs)
-        change_weight(here / "model/vae")
-        return failed
-    monkeypatch.setattr(cache, "encode_samples", encode_samples)
-    assert make_cache(here / "data", here / "cache", "--model", here / "model").status == 0
-    assert json.loads((here / "cache/model-data.json").read_bytes())["models"] == models

@@ -147,8 +147,7 @@ NAMES = ["\u65e5\u672c \u8a9e", "\U0001f431", "[1] (2)*", "it's", 'quo"te', "a.b
          "{x}", "#1;2", "Upper", "a/x", "b/x", "a/b/x", "cafe\u0301", "\udcff"]
 
 def test_names_of_every_kind_work(tmp_path):
-    """Also in what cache.py says of the largest change of aspect, and train.py of each sample. (In errors:
-    tests/test_printable.py.)"""
+    """Also in what cache.py and train.py say of each. (In errors: tests/test_printable.py.)"""
     for name in NAMES:
         add_item(tmp_path / "data", name, [(70, 64), (64, 64)])
     for old, new in (("target/cafe\u0301.txt", "target/caf\u00e9.txt"), # macOS takes names apart, Linux does not

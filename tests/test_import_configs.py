@@ -133,8 +133,7 @@ def backend(folder, *rows):
     return write_rows(folder / "config/multidatabackend.json", list(rows))
 
 def test_simpletuners_list_of_folders_is_read(tmp_path):
-    """A conditioning dataset holds controls, or masks, of the datasets that name it. Its caches are nothing to read;
-    what else is set is printed."""
+    """A conditioning dataset holds controls, or masks, of the datasets that name it. What else is set is printed."""
     put(tmp_path, "edits/a.png refs/a.png second/a.png")
     (tmp_path / "edits/a.txt").write_text("make it so\n\nmore so\n", "utf-8")
     save(hole(), tmp_path / "masks/a.png")
@@ -181,13 +180,6 @@ def commands(result):
     assert title in ("next:", "when the pictures are imported:") and doctor.startswith("  python tools/doctor.py ")
     assert train.startswith("  python train.py ")
     return paste(doctor)[2:], paste(train)[2:]
-
-def flag_in(words, name):
-    """-> the values behind this flag, or None."""
-    if name not in words:
-        return None
-    rest = words[words.index(name) + 1:]
-    return rest[:next((n for n, word in enumerate(rest) if word.startswith("--")), len(rest))]
 
 def not_taken_over(result):
     """-> the keys in the line of what is not taken over."""
@@ -352,11 +344,6 @@ def test_a_value_is_in_the_line_only_if_it_means_the_same_there(program, values,
     assert " ".join(f"--{flag} {' '.join(words)}" for flag, words in flags.items()) == want
     assert sorted(text.split(" = ")[0] for text in rest) == sorted(named.split(" "))
 
-def imported(tmp_path, *datasets, **settings):
-    """-> (result, the words of train.py's command) for an ai-toolkit yaml with these datasets and settings."""
-    result = works("tools/import_data.py", configuration(tmp_path / "a.yaml", *datasets, **settings), tmp_path / "out")
-    return result, commands(result)[1]
-
 def test_a_command_line_is_read_as_data(tmp_path):
     """Nothing is run, and no variable is filled in: a flag that has one is not taken over."""
     make_pairs(tmp_path)
@@ -367,7 +354,7 @@ def test_a_command_line_is_read_as_data(tmp_path):
     result = import_data(shell, tmp_path / "out")
     train = commands(result)[1]
     assert "optimizer_args = a=1 b=(1,2)" in result.out and "seed = $(touch hit)" in result.out
-    assert flag_in(train, "--lora_rank") == ["8"] and flag_in(train, "--lr") == ["3e-4"] and "--seed" not in train
+    assert "--lora_rank 8 --batch_size 4 --lr 3e-4" in " ".join(train) and "--seed" not in train
 
 TEXT = "a\x1b[2J\x07\u202e\nerror: planted"
 HOSTILE = [TEXT, "-x", "--data", "$(touch hit)", "`hit`", "'; touch hit #", "x" * 10**4, [["a"] * 30] * 30,
@@ -380,11 +367,12 @@ def test_a_strangers_value_stays_data(tmp_path, value):
     make_pairs(tmp_path)
     keys = [row.split()[0] for row in import_configs.TABLES["aitoolkit"].strip().splitlines()]
     dataset = TOOLKIT | dict(num_repeats=value, resolution=value, caption_dropout_rate=value)
-    result, train = imported(tmp_path, dataset, **dict.fromkeys([*keys, f"k{TEXT}"], value))
+    config = configuration(tmp_path / "a.yaml", dataset, **dict.fromkeys([*keys, f"k{TEXT}"], value))
+    result = works("tools/import_data.py", config, tmp_path / "out")
     lines = result.out.splitlines()
     assert not any(map(CONTROLS.search, lines)) and not any(line.startswith("error") for line in lines)
     assert max(map(len, lines)) < 20_000 and not list(tmp_path.rglob("hit"))
-    _, args = train_parser(train)
+    _, args = train_parser(commands(result)[1])
     assert not args.resume and args.data == [str(tmp_path / "out")] and "evil" not in args.optimizer
 
 @pytest.mark.parametrize("program", import_configs.TABLES)

@@ -105,8 +105,7 @@ def spelled(request, tmp_path):
     return data, row
 
 def test_a_table_may_spell_names_in_another_form(spelled, tmp_path, monkeypatch):
-    """metadata.jsonl, jobs.jsonl, --image and the tables of import_data.py, each picture once; a sample's name is NFC,
-    as from a folder."""
+    """metadata.jsonl, jobs.jsonl, --image and import_data.py's tables; a sample's name is NFC, as from a folder."""
     data, row = spelled
     (data / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
     samples, problems = dataset.read_dataset(data / "rows.jsonl")
@@ -125,18 +124,12 @@ def test_a_table_may_spell_names_in_another_form(spelled, tmp_path, monkeypatch)
     assert result.status == 0 and ": 1 samples" in result.out and "not used" not in result.out, result.err
 
 def test_of_two_names_in_different_forms_none_is_chosen(tmp_path):
-    """Neither in a folder nor in a table that spells it in a third way."""
     word = "caf\u00e9 \u00fc"
     forms = [unicodedata.normalize(form, word) for form in ("NFC", "NFD")]
     data = add_item(tmp_path / "data", forms[0])
     save(paint_picture(), data / f"target/{forms[1]}.png")
     problems = dataset.read_dataset(data)[1]
     assert any("has the same name; keep one" in problem for problem in problems)
-    mixed = "cafe\u0301 \u00fc"
-    row = dict(target=f"target/{mixed}.png", control=[], prompt="go")
-    (data / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
-    [problem] = dataset.read_dataset(data / "rows.jsonl")[1]
-    assert is_one_line(problem, f"{mixed}.png", "2 files have this name", "keep one")
 
 # ---- separators and drives -------------------------------------------------------------------------------------------
 

@@ -33,13 +33,6 @@ def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, ascii, 
     assert all(name.startswith("target/") for name in got)
     assert not problems and [cache.files_of(s) for s in got.values()] == [cache.files_of(s) for s in want.values()]
 
-def test_a_folder_with_a_manifest_but_no_target_folder_is_read_by_its_manifest(tmp_path, plus):
-    for name in "ab":
-        save(paint_picture(seed=ord(name)), tmp_path / f"{name}.png")
-    write_rows(tmp_path / "metadata.jsonl", dict(target="a.png", control="b.png", prompt="add a border"))
-    samples, problems = samples_of(plus, tmp_path)
-    assert samples["a"].controls == [str(tmp_path / "b.png")] and not problems
-
 def row(changes=""):
     """A line of JSON: one of `changes`, as it is written there, stands for the field of its name."""
     fields = dict(target='"target/cat.png"', control='["control/cat.png"]', prompt='"go"')
@@ -96,12 +89,6 @@ def test_a_bad_row_is_named_by_line_and_field(data, plus, kind):
     assert list(samples) == ["target/good"]
     assert len(problems) == 1 and is_one_line(problems[0], "metadata.jsonl:2", *named), problems
 
-def test_a_manifest_says_that_a_picture_has_no_control(data, plus):
-    rows = [dict(target="target/cat.png", control=[], prompt="a cat"), dict(target="target/good.png", prompt="a cat")]
-    path = write_rows(data / "rows.jsonl", *rows)
-    samples, problems = samples_of(plus, path)
-    assert list(samples) == ["target/cat"] and is_one_line(*problems, "rows.jsonl:3", "control")
-
 def test_a_job_has_one_prompt(tmp_path):
     """Several would be drawn by the first alone. The wordings of a dataset's target stay."""
     add_item(tmp_path, "cat")
@@ -113,4 +100,3 @@ def test_a_job_has_one_prompt(tmp_path):
     path.write_text('{"image": "control/cat.png", "prompt": "go", "seed": 1, "seed": 2}', "utf-8")
     [problem] = dataset.read_manifest(path, is_job=True)[1]
     assert is_one_line(problem, "jobs.jsonl:1", "'seed' is given twice")
-

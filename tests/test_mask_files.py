@@ -1,6 +1,5 @@
 """
-picture_files.read_mask: a mask by hand means the same region in whatever form a program writes it, or is refused with a
-line.
+picture_files.read_mask: a mask means the same region in whatever form a program writes it, or is refused with a line.
 
 $ python -m pytest -q tests/test_mask_files.py     # 5 seconds
 """
@@ -174,11 +173,6 @@ def test_a_mask_lies_as_its_exif_says(tmp_path):
     for image in (draw(), with_alpha(WHITE, draw()), in_16_bits(draw(), 257), draw().point(lambda v: v // 255)):
         got = picture_files.read_mask(save(image, tmp_path / "mask.png", exif=exif))
         assert np.array_equal(np.asarray(got), np.rot90(np.asarray(draw()), -1))
-
-def test_a_layer_that_is_half_transparent_keeps_its_levels(tmp_path):
-    """Also if none of them is white."""
-    mask = draw(soft=True).point(lambda v: v * 3 // 4)
-    assert np.array_equal(picture_files.read_mask(save(with_alpha(mask, 128), tmp_path / "mask.png")), mask)
 
 def test_a_large_mask_needs_no_more_memory_than_a_large_picture(tmp_path):
     """A photo's alpha of 24 megapixels, in seconds."""

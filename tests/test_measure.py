@@ -10,6 +10,7 @@ from library.data import picture_files
 import predict
 from tests.harness import (HERE, TINY, add_item, encoder_flags, is_one_line, measured, paint_picture, run_script, save,
                            show)
+from training import validation
 
 drift = runpy.run_path(str(HERE / "tools/measure.py"))["drift"]
 
@@ -47,7 +48,6 @@ def test_where_there_are_no_edges_no_motion_is_told():
 
 def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     """In a/ the edit is a border, as it looks after the VAE; in b/ nothing is kept; of c/ a picture is missing."""
-    from training import validation
     names = ["a/x", "a/y", "a/z", "b/x", "top"]
     for name in [*names, "c/lost"]:
         add_item(tmp_path / "data", name, [(96, 64), (96, 64)])
@@ -98,7 +98,6 @@ def test_a_picture_of_another_program_is_measured_if_its_size_allows_it(tmp_path
 def test_scales_have_a_line_each(tmp_path):
     """By predict.py's names. A name that itself ends in -x1 is a name; a picture that only one sample lacks, and those
     of several seeds, are errors."""
-    from training import validation
     rng, psnrs = np.random.default_rng(0), {}
     for name in ("a", "a-x1", "deep/b"):
         add_item(tmp_path / "data", name, [(96, 64), (96, 64)])

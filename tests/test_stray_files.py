@@ -137,10 +137,3 @@ def test_the_table_knows_any_case_and_no_name_of_a_person():
     for name in (*MINE, ".", "..", "cat.png", "icon", "Icon.png", "thumbs.png", "recycler.png", "@cat.png", "#2.png",
                  "snapshot", "tmp", "Thumbs.db.png"):
         assert not stray_files.is_junk(name), name
-
-def test_a_source_without_folders_that_are_known_is_told_by_what_is_not_junk(tmp_path):
-    """A NAS' own folders come first by their names, and would hide a person's."""
-    for name in ("#recycle", "#snapshot", "$RECYCLE.BIN", ".@__thumb", ".git", "@eaDir", "after", "before"):
-        (tmp_path / "source" / name).mkdir(parents=True)
-    [line] = run_script("tools/import_data.py", tmp_path / "source", tmp_path / "out").errors
-    assert "holds after, before;" in line

@@ -1,13 +1,12 @@
 """
 What a folder holds is used or counted: pictures are known by a full list of suffixes; what is no picture, no caption
-and no known junk is one line; a link to a folder is called that.
+and no known junk is one line.
 """
 import pytest
 from PIL import Image
 
-from library.data.dataset import read_dataset
 from library.files import stray_files
-from tests.harness import EXACT, is_one_line, paint_picture, results_of, run_script, save, works
+from tests.harness import EXACT, paint_picture, results_of, save, works
 
 CPU = ["--device", "cpu", *EXACT]
 DRAW = ["--prompt", "snow", "--num_inference_steps", 2, *CPU]
@@ -59,22 +58,6 @@ def test_a_folder_of_pictures_with_any_suffix_is_edited_whole(tmp_path):
     assert line.startswith(f"warning: {tmp_path / 'in'}: 2 files are not used: layers.psd, part.jpg.part; ")
     assert "make it a whole .jpg or .png" in line
 
-def test_a_link_to_a_folder_is_called_that(tmp_path):
-    """In --image FOLDER, in a dataset, in import_data; and a GIF is an error line, as ever."""
-    put_pair(tmp_path / "data", "cat.png", "cat.png", "PNG")
-    put(tmp_path / "elsewhere/dog.png")
-    for folder in ("target", "control"):
-        (tmp_path / "data" / folder / "more").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "data/target/cat.gif").write_bytes(b"GIF89a")
-    told = "more: not used: a link to a folder, which is not followed; "
-    for script, *flags in (["predict.py", "--image", tmp_path / "data/target", "--out_dir", tmp_path / "o", *DRAW],
-                           ["cache.py", "--data", tmp_path / "data"],
-                           ["tools/import_data.py", tmp_path / "data", tmp_path / "imported"]):
-        result = run_script(script, *flags, *(["--cache_dir", tmp_path / "c"] if "import" not in script else []))
-        assert result.status == 1 and any(told in error for error in result.errors), (script, result.err)
-        assert all(is_one_line(error) for error in result.errors)
-        assert any("cat.gif" in error for error in result.errors), script
-
 # ---- datasets --------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -92,6 +75,7 @@ def dataset(tmp_path):
 
 SCRIPTS = {
     "cache.py": ["--data", "@", "--val_data", *CPU], "tools/doctor.py": ["@"],
+    "tools/import_data.py": ["@", "imported"],
     "predict.py": ["--jobs", "@", "--num_inference_steps", 2, *CPU]}
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -102,25 +86,3 @@ def test_a_dataset_pairs_any_suffixes_and_counts_the_rest_once(dataset, script):
         assert "2 samples" in result.out or "pictures: 2" in result.out
         line, = lines_about_unused(result)
         assert line.startswith(f"warning: {dataset}: 7 files are not used: ") and "forgotten.jpg" in line
-
-# ---- import_data -----------------------------------------------------------------------------------------------------
-
-def test_import_data_takes_any_suffix_and_counts_what_is_left_over(tmp_path):
-    """In one line, and the status stays 0."""
-    put_pair(tmp_path / "in", "cat.jfif", "cat.pjpeg")
-    put_strays(tmp_path / "in/target")
-    result = works("tools/import_data.py", tmp_path / "in", tmp_path / "out")
-    samples, problems = read_dataset(tmp_path / "out")
-    assert len(samples) == 1 and not problems and len(samples[0].controls) == 1
-    line, = lines_about_unused(result)
-    assert line.startswith("warning: ") and ": 2 files are not used: " in line
-
-def test_the_line_names_two_files(tmp_path, monkeypatch):
-    """Whatever the number."""
-    lines = []
-    monkeypatch.setattr("common.warn_once", lines.append)
-    for n in range(1200):
-        (tmp_path / f"{n:04}.npz").touch()
-    stray_files.sort_out(tmp_path, stray_files.find_files(tmp_path))
-    line, = lines
-    assert line.startswith(f"warning: {tmp_path}: 1,200 files are not used: 0000.npz, 0001.npz, ...; to use")
