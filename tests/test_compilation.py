@@ -4,7 +4,7 @@ train.py --compile: the same training, in as few compiled graphs as a block can 
 $ python -m pytest -q tests/test_compilation.py -s    # two minutes of one core
 
 Dynamo captures the blocks as it does for a card. Its graphs then run as they are, operation by operation, so there is
-no compiler to wait for, and every number can be compared. What inductor makes of them: test_machine_code.py.
+no compiler to wait for, and every number can be compared.
 """
 import functools
 import importlib

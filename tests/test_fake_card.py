@@ -159,8 +159,8 @@ torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backe
 @pytest.mark.parametrize("more", [("--quantize", "int8", "--offload", "all", "--preserve", 1), ("--fsdp",)],
                          ids=["int8 offload preserve", "fsdp"])
 def test_a_compiled_block_is_one_graph(run, more):
-    """Captured as for a card, and run as it is: operation by operation, so its kernels say nothing (but those of
-    test_machine_code.py). In each pass, recomputed or not, a block is one graph, without a wait."""
+    """Captured as for a card, and run as it is: operation by operation, so its kernels say nothing. In each pass,
+    recomputed or not, a block is one graph, without a wait."""
     options = dict(samples=EIGHT, **rank(0)) if "--fsdp" in more else dict(card=RTX4090)
     answer = run("--compile", "--gradient_checkpointing", 2, *more, blocks=2, prelude=CAPTURE, **options)
     steps, blocks, passes = 2, 2, 3 if "--preserve" in more else 2 # the base's, the forward pass, and once more

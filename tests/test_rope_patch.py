@@ -646,7 +646,8 @@ def to_dtype(model, dtype):
     return torch.nn.Module.to(model, DEVICE, dtype).requires_grad_(False) # not diffusers' own, which warns
 
 def modulation_gradients(dtype, backend=None):
-    """LoRA gradients of one block on one sample of 4,096 image and 300 text tokens. The same numbers in every dtype."""
+    """LoRA gradients of one block on a sample of 4,096 image and 300 text tokens, and a small one in the same pack,
+    whose order is another in the attention. The same numbers in every dtype."""
     torch.manual_seed(0)
     model = QwenImageTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=32, in_channels=C,
                                         axes_dims_rope=(8, 12, 12), joint_attention_dim=64, out_channels=16)
@@ -657,9 +658,10 @@ def modulation_gradients(dtype, backend=None):
     if backend:
         model.transformer_blocks[0].compile(dynamic=False, backend=backend) # (with dynamic shapes 40 seconds)
     g = torch.Generator().manual_seed(1)
-    image, text = [torch.randn(n, C, generator=g).bfloat16().to(DEVICE, dtype) for n in (4096, 300)]
-    shapes = [[(1, 32, 64), (1, 32, 64)]]
-    out, = rope_patch.run_packed(model, [image], [text], torch.tensor([0.5], device=DEVICE), shapes)
+    image, text, *small = [torch.randn(n, C, generator=g).bfloat16().to(DEVICE, dtype) for n in (4096, 300, 8, 5)]
+    shapes = [[(1, 32, 64), (1, 32, 64)], [(1, 2, 4)]]
+    times = torch.tensor([0.5, 0.2], device=DEVICE)
+    out, _ = rope_patch.run_packed(model, [image, small[0]], [text, small[1]], times, shapes)
     out.float().square().mean().backward()
     return {name: p.grad for name, p in lora.items()}
 
