@@ -1,4 +1,5 @@
 """tools/convert_lora.py: a LoRA in another form is the same LoRA, and a merged model is base + LoRAs."""
+import functools
 import json
 import math
 import os
@@ -15,14 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import predict
 from tests.harness import (EXACT, TINY, copy_model, is_one_line, lora_file, lora_tensors, paint_picture, rel, renamed,
-                           run_script, save, show, stock_pipeline)
+                           run_script, save, show, stock_pipeline, works)
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
-
-def convert(*flags):
-    result = run_script("tools/convert_lora.py", *flags)
-    assert result.status == 0, result.err
-    return result
+convert = functools.partial(works, "tools/convert_lora.py")
 
 def refuse(*flags):
     """-> the one line with which these flags are refused."""

@@ -80,10 +80,3 @@ def test_a_file_of_a_newer_format_is_of_another_version(tmp_path, monkeypatch):
     with refused(path, "a newer version of this project") as e:
         predict.read_lora(path)
     assert isinstance(e.value, tensor_files.OtherVersion) and "damaged" not in str(e.value)
-
-def test_the_number_of_the_format_comes_first(tmp_path):
-    tensor_files.write_tensors(tmp_path / "x.safetensors", lora_tensors(), {})
-    with open(tmp_path / "x.safetensors", "rb") as f:
-        text = tensor_files.read_header(f)["__metadata__"]["json"]
-    assert list(json.loads(text))[0] == "format" and json.loads(text)["format"] == tensor_files.FORMAT
-    assert tensor_files.SIGNED.match(text)

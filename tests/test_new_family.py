@@ -2,9 +2,7 @@
 GUIDE's table "A new model family" names every file that knows Qwen-Image-Edit, and no other.
 """
 import ast
-import io
 import re
-import tokenize
 
 from tests.harness import HERE
 
@@ -15,21 +13,12 @@ WORDS = [r"Qwen[A-Z2-]", r"\b2509\b", r"\b2511\b", "zero_cond_t", "additional_t_
          "TABLE = 4096", r"16 \* (w|h|shapes)\b", r"// 16\b", r"side % 16", r"/ 32\) \* 32", r"rows, \[64\]"]
 
 def code_of(text):
-    """Source without comments, docstrings and blank lines."""
-    lines, tree = text.split("\n"), ast.parse(text) # as Python counts lines
+    """Source without comments and docstrings."""
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str): # a text, and no more
-            first, last = node.lineno - 1, node.end_lineno
-            code = lines[first][:node.col_offset] + lines[last - 1][node.end_col_offset:]
-            lines[first:last] = [code] + [""] * (last - first - 1)
-    rows = set() # those with code, blank lines in a text of three quotes too
-    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
-        (first, column), (last, _) = token.start, token.end
-        if token.type == tokenize.COMMENT:
-            lines[first - 1] = lines[first - 1][:column].rstrip()
-        elif token.type not in (tokenize.NL, tokenize.DEDENT, tokenize.ENDMARKER):
-            rows.update(range(first, last + 1))
-    return "\n".join(lines[row - 1] for row in sorted(rows))
+            node.value.value = ""
+    return ast.unparse(tree)
 
 def code():
     """{file: its source without comments and docstrings} of all scripts."""
