@@ -4,6 +4,7 @@ LoRA files for other programs: the names, factors, ranks, zeros and headers that
 $ python -m pytest -q tests/test_engines.py    # a minute; with --full it downloads the programs, and asks them
 """
 import json
+import math
 import re
 import time
 
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import predict
+from library.data.picture_files import fit_size
 from library.files import tensor_files
 from tests.engine_loaders import WHEELS, NotInstalled, ask, changes_of, make_lora
 from tests.harness import ADAMW, FULL, assert_bitwise, lora_of, run_script, works
@@ -144,6 +146,29 @@ def test_a_run_s_file_and_a_checkpoint_s_are_whole_and_say_what_they_are(small, 
 def test_a_merged_model_s_folder_that_hides_its_kind_is_one_line(tmp_path, two_loras, name, said):
     result = run_script("tools/convert_lora.py", two_loras[0], "--to", "model", "--out", tmp_path / name)
     assert result.status == 0 and ("SGLang and mflux" in result.out) == said, result.out
+
+# what FluxKontextImageScale of ComfyUI's templates crops to, and the transposed ones
+KONTEXT = [(672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104),
+           (1024, 1024)]
+
+@pytest.mark.parametrize("aspect, ours, cropped, reference", [
+    (1, (1024, 1024), 0, (1024, 1024)), (16 / 9, (1376, 768), 0.040, (1368, 768)),
+    (5 / 4, (1152, 928), 0.064, (1144, 920)), (4 / 3, (1184, 896), 0.009, (1176, 888)),
+    (3 / 2, (1248, 832), 0, (1256, 840)), (21 / 9, (1568, 672), 0, (1568, 672))])
+def test_sizes_of_comfyui_s_nodes_beside_ours(aspect, ours, cropped, reference):
+    """What GUIDE says of them, by the formulas of their public source: FluxKontextImageScale's crop, and the reference
+    that TextEncodeQwenImageEditPlus makes of a picture of our size."""
+    size = round(6000 * aspect), 6000
+    assert fit_size(size, 1024 * 1024) == ours
+    shapes = KONTEXT + [(h, w) for w, h in KONTEXT]
+    width, height = min(shapes, key=lambda shape: abs(aspect - shape[0] / shape[1]))
+    lost = 1 - min(aspect * height / width, width / height / aspect)
+    assert lost == pytest.approx(cropped, abs=6e-4)
+    scale = math.sqrt(1024 * 1024 / math.prod(ours))
+    assert tuple(round(side * scale / 8) * 8 for side in ours) == reference
+    width, height = size # ImageScaleToTotalPixels: one megapixel, steps of 32
+    scale = math.sqrt(1024 * 1024 / (width * height))
+    assert tuple(round(side * scale / 32) * 32 for side in size) == ours
 
 @pytest.mark.skipif(not FULL, reason="downloads 30 MB; it runs with --full")
 @pytest.mark.parametrize("program", WHEELS)

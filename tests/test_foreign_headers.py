@@ -633,6 +633,12 @@ def test_a_lora_of_impossible_size_is_one_line_at_once(tmp_path, kind):
     with within(10), refused(path):
         predict.load_loras(predict.load_transformer(TINY, "float32", weights=False), [predict.read_lora(path)])
 
+def test_a_lokr_without_one_of_its_matrices_names_it(tmp_path):
+    for names, missing in ((["lokr_w1"], "lokr_w2_a"), (["lokr_w1_a", "lokr_w2"], "lokr_w1_b")):
+        tensors = {f"{LAYER}.{name}": torch.ones(4, 4) for name in names}
+        with refused(f"{LAYER.removeprefix('transformer.')} has no {missing}"):
+            predict.read_lora(save(tmp_path / "x.safetensors", tensors))
+
 def test_a_lokr_whose_change_overflows_is_one_line(tmp_path):
     tensors = {f"{LAYER}.lokr_w1": torch.full((4, 4), 3e38), f"{LAYER}.lokr_w2": torch.full((4, 4), 3e38)}
     with refused("to_q"):

@@ -343,7 +343,7 @@ def test_sizes_are_those_of_the_lora_unless_a_flag_says_otherwise(tmp_path, phot
     flags = ["--image", photos[0], "--prompt", "x", "--true_cfg_scale", 1]
     for n, (loras, more, area) in enumerate([(ours[:1], [], "native"), (ours, [], "native"), (ours[1:], [], 48 * 48),
                                              (ours[:1], ["--target_pixels", "32*32"], 32 * 32)]):
-        result = draw(*flags, "--lora", *loras, "--out", tmp_path / f"{n}.png", *more)
+        draw(*flags, "--lora", *loras, "--out", tmp_path / f"{n}.png", *more)
         size = picture_files.fit_size(picture_files.image_size(photos[0]), area)
         assert Image.open(tmp_path / f"{n}.png").size == size
 
