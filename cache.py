@@ -188,7 +188,7 @@ def load_vae(folder, dtype):
 
 def load_encoder(pipe, encoder, args):
     """Adds the VAE ("vae") or the text encoder ("text") to the pipeline, on its device. The VAE's decoder stays on the
-    CPU: encoding does not need it. args: dtype, device and quantisation flags of command_line.add_model_flags.
+    CPU: encoding does not need it. args: dtype, device and quantization flags of command_line.add_model_flags.
     InputError if its files are no longer what load_pipeline has hashed: what it encodes would lie under the wrong key
     for ever."""
     folder = Path(pipe.name_or_path)
@@ -266,7 +266,7 @@ def to_pixels(pipe, image):
 
 @torch.no_grad()
 def encode_image(pipe, pixels):
-    """to_pixels of an image -> (tokens, 64): the posterior's mode, normalised by latents_mean/std, 2x2 patches packed.
+    """to_pixels of an image -> (tokens, 64): the posterior's mode, normalized by latents_mean/std, 2x2 patches packed.
     fp32 or bf16 as the VAE; on the VAE encoder's device."""
     weight = next(pipe.vae.encoder.parameters())
     z = pipe._encode_vae_image(pixels.to(weight.device, weight.dtype), generator=None)
@@ -503,11 +503,11 @@ def encode_samples(pipe, samples, args, verify=False):
     # what is neither here nor failed has gone meanwhile; to leave it out would train on fewer samples than were planned
     gone = [file for file in my_files if file not in failed and not file.is_file()]
     all_failed = {}
-    for failed, gone in common.gather_objects((failed, gone)): # waits until the others have written their files
-        if gone:
-            raise InputError(f"{gone[0]}: was deleted while {args.cache_dir} was filled, and {len(gone) - 1} more; run "
+    for theirs, lost in common.gather_objects((failed, gone)): # waits until the others have written their files
+        if lost:
+            raise InputError(f"{lost[0]}: was deleted while {args.cache_dir} was filled, and {len(lost) - 1} more; run "
                              "the same command again, and nothing else that deletes there")
-        all_failed |= failed
+        all_failed |= theirs
     return all_failed
 
 # A key says what an encoded file was made of, and PREPROCESSING stands for the code. Someone who edits that code may

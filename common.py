@@ -114,7 +114,8 @@ def printable(text):
 lost_lines = [] # ("stdout" or "stderr", why lines of it are lost), once for each: tell() empties it, and says so
 
 def tell(*lines, file=None):
-    """Prints these lines, each printable(), above a bar if there is one. file: sys.stderr, or None for sys.stdout."""
+    """Each process prints these lines (say: the first alone), each printable(), above a bar if there is one. file:
+    sys.stderr, or None for sys.stdout."""
     for line in lines:
         tqdm.write(printable(line), file=file)
     while lost_lines:

@@ -87,7 +87,7 @@ def read_flags():
     flag("--max_tokens", 20_000, "tokens per forward pass; lower it if memory runs out", type=positive)
     flag("--transformer_device", None, "default: --device")
     given = set(command_line.given_flags())
-    # without --model: tiny, with its newest LoRA, and without --image its validation pictures
+    # without --model: tiny, with its newest LoRA, and without --image its validation pictures (with no flag an error)
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
     args = command_line.parse_args(parser, "predict.py")
     if hub.is_tiny(args.model) and given and not given & {"--image", "--jobs"}:
@@ -179,7 +179,7 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
     blocks = blocks_of(transformer)
     bar = common.progress("loading", total=len(blocks), unit="block")
 
-    def quantize_block(block):
+    def prepare_block(block):
         bar.update()
         if hasattr(transformer, "fill_from_file"): # one file's weights are unpacked block by block
             transformer.fill_from_file(block, quantize)
@@ -190,11 +190,11 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
     offloaded_blocks = offloading.choose_blocks(offload, len(blocks))
     try:
         if fsdp:
-            return sharding.shard(transformer, blocks, device, offloaded_blocks, quantize_block)
+            return sharding.shard(transformer, blocks, device, offloaded_blocks, prepare_block)
         if offload:
-            return offloading.place(transformer, blocks, device, offloaded_blocks, quantize_block)
+            return offloading.place(transformer, blocks, device, offloaded_blocks, prepare_block)
         for block in blocks:
-            quantize_block(block).to(device)
+            prepare_block(block).to(device)
         return model_files.copy_mapped_weights(transformer.to(device)) # on a CPU one file's weights are mapped still
     except torch.OutOfMemoryError:
         raise InputError(f"--model: its weights do not fit on {device}; --quantize or --offload need less memory, "

@@ -18,8 +18,9 @@ run alone: one process and eight see the same data (with the same --batch_size),
 uninterrupted one, bit for bit on a CPU.
 Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal end a run after the current step, with a checkpoint and exit status 0.
 
-Three chapters follow the flags. THE RECIPE: which sample, at which noise, with which loss. HELPERS. THE RUN: what
-happens, from the first line to the last. Start with THE RUN for the overview.
+Behind the flags stands what needs only seconds: checks, the run's folder, devices, LoRAs. Three chapters follow. THE
+RECIPE: which sample, at which noise, with which loss. HELPERS. THE RUN: what happens from where the processes start to
+the last line. Start with THE RUN for the overview.
 """
 import os
 import sys
@@ -169,7 +170,8 @@ pretrained_hash = pretrained.hash if pretrained else None
 #   picks = [pick(position), ...]                 which samples, at which noise; no file is opened yet
 #   for pack in deal_packs(...)[rank]:            a pack: places in picks that this process computes together
 #       items = [load_item(picks[place]), ...]    their tensors: in a thread, while the step before computes
-#       items = ask_base(transformer, items)      --preserve; to_device comes before it
+#       items = list(map(to_device, items))       to the GPU
+#       items = ask_base(transformer, items)      --preserve
 #       losses = flow_loss(transformer, items)    calls predict_velocity: one forward pass
 #       (sum(losses) / len(picks)).backward()
 #
@@ -181,9 +183,9 @@ pretrained_hash = pretrained.hash if pretrained else None
 #   --preserve        some samples get another prompt, and the LoRA learns to answer it as the base does
 #
 # One rule for all functions here: they read as globals the flags and what THE RUN makes once; what differs from call to
-# call is handed over (a model, too, as --plan measures another one). These read epoch (the samples of one pass through
-# the data), scheduler_config, encoders (usually None, because the cache has their output), and copying (a stream of the
-# GPU, or None).
+# call is handed over (a model that computes, too, as --plan measures another one). These read epoch (the samples of one
+# pass through the data), scheduler_config, dtype, the transformer's config, encoders (usually None, because the cache
+# has their output), and copying (a stream of the GPU, or None).
 
 @dataclass
 class Pick:
@@ -424,7 +426,7 @@ def check_before_encoding():
 
 def check_before_training():
     """Data, models and checkpoint are known now. InputError says what does not agree, or cannot be saved."""
-    lora_file.warn_other_base(lora_files, base)
+    lora_file.warn_other_base(lora_files, based_on)
     # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
     devices.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
     # A checkpoint is written, read back and thrown away, and the optimizer takes steps that are forgotten.
@@ -621,8 +623,8 @@ if args.plan: # needs shapes and no numbers. (What plan.py needs is handed over,
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
 if args.compile:
-    import library.models.compilation # which looks for a compiler
-    library.models.compilation.compile_blocks(blocks_of(transformer))
+    from library.models.compilation import compile_blocks # its file looks for a compiler
+    compile_blocks(blocks_of(transformer))
 
 # What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise (gradient
 # checkpointing). Without dropout, the only randomness in a block, its random state need not be kept: a copy less.
@@ -647,10 +649,10 @@ config = resume.compared_settings(args, pretrained_hash=pretrained_hash, geometr
                                   scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 around = versions | describe_environment() | dict(script=common.file_hash(__file__)[:12])
-base = lora_file.base_of(args.model, args.transformer, model_folder, transformer_folder)
+based_on = lora_file.base_of(args.model, args.transformer, model_folder, transformer_folder)
 date = checkpoint.info.get("date") if checkpoint else None # a resumed run keeps its own: its file does not differ
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, run=out_dir.resolve().name,
-            date=str(date or time.strftime("%Y-%m-%d", time.gmtime())), **base, model_hash=hashes["model"])
+            date=str(date or time.strftime("%Y-%m-%d", time.gmtime())), **based_on, model_hash=hashes["model"])
 
 if val_samples: # a validation also draws pictures
     drawer = validation.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir,
@@ -676,8 +678,8 @@ if rank == 0:
 
 # From here on a signal (Ctrl-C, SIGTERM, a closed terminal) is noted, and ends the run after the current step; in a
 # validation, after the step that follows it. ExitStack does what `with` does, without indenting the loop.
-signals, stop = contextlib.ExitStack(), False
-signals_seen = signals.enter_context(common.catch_signals())
+catching, stop = contextlib.ExitStack(), False
+signals_seen = catching.enter_context(common.catch_signals())
 
 # A thread loads the next step while this one computes. (Encoders need the device themselves, so with --no-use_cache the
 # step waits its turn.)
@@ -725,9 +727,10 @@ try:
             raise failure
 
         # One all-reduce carries all that the processes share. If one has failed, all leave.
-        sample_losses, stop = sum_over_processes(sample_losses, math.inf if failure else len(signals_seen))
-        if stop == math.inf:
+        sample_losses, signals = sum_over_processes(sample_losses, math.inf if failure else len(signals_seen))
+        if signals == math.inf:
             raise failure or SystemExit(1)
+        stop = signals > 0
         loss = sum(sample_losses) / len(sample_losses)
 
         # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
@@ -809,6 +812,6 @@ else:
         say(*run_folder.next_commands(out_dir, predict_words, args.sample_lora))
 if rank == 0 and not log.flush():
     say(f"warning: {log.path}: its last {len(log.waiting)} lines could not be written")
-signals.close()
+catching.close()
 if dist.is_initialized():
     dist.destroy_process_group()

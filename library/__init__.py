@@ -3,7 +3,8 @@ The rooms of the program, from the ground up: files, models, cli, data, lora, re
 
 Python looks for a module in the project's folder first. A folder there that is named like one of our files, or that
 holds an __init__.py, such as a dataset from a stranger, could be imported in place of our file or of an installed
-package. So every script imports from this package before anything else, and such a folder ends it.
+package. So every script imports from this package before anything else, and such a folder ends it. code_hash is also
+here, as nothing stands below.
 """
 import os
 import sys

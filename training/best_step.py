@@ -12,7 +12,7 @@ import math
 import os
 
 DECIMALS = {"validation loss": 4, "mean PSNR": 1} # {measure: the decimals that are printed}
-MEASURES = "validation loss", "mean PSNR"
+MEASURES = tuple(DECIMALS)
 KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
 ENOUGH = 8 # with fewer held-out pairs another choice of them would often name another step
 

@@ -357,7 +357,7 @@ def say_hours(columns):
         say(f"{row:55}" + "".join(f"{column.get(row, '-'):>13}" for column in columns.values()))
     say("-: does not fit with these flags; see `card` above. ranges: from a card that reaches the rates assumed there "
         f"to {SLOWEST} times as long, as others report",
-        "not in it: downloads, the passes that find what fits, saving, --compile, --no_use_cache, the unpacking of few "
+        "not in it: downloads, the passes that find what fits, saving, --compile, --no-use_cache, the unpacking of few "
         "bits")
 
 

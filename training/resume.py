@@ -31,7 +31,7 @@ BY_CONTENT = ( # compared as hashes of what they lead to, which train.py adds wh
 MAY_CHANGE = ( # what is written, when and where; then what changes speed and memory
     "val_data val_pictures sample_every save_every keep out_dir tracker plan resume sample_lora "
     "device vae_device text_encoder_device flash_attention max_tokens gradient_checkpointing offload fsdp compile "
-    "negative_prompt num_inference_steps true_cfg_scale cfg_norm sigmas shift").split() # from negative_prompt on: of
+    "negative_prompt num_inference_steps true_cfg_scale cfg_norm shift").split() # from negative_prompt on: of
     # validations' pictures
 CONTENTS = dict(data_hash="--data", model_hash="the transformer", scheduler_hash="--model's scheduler",
                 pretrained_hash="--pretrained_lora") # of these a checkpoint has hashes, which tell a person nothing

@@ -417,7 +417,7 @@ def true_or_false(value):
     return value
 
 # Flags that a line of jobs.jsonl may set, too, for its own picture: {name: (type, help)}. train.py has those of
-# SAMPLING, for its validation pictures.
+# SAMPLING but --sigmas, for its validation pictures.
 SAMPLE_FLAGS = dict(
     negative_prompt=(only_text, "prompt of the unconditional pass (default: one space)"),
     num_inference_steps=(number(int, 1, 1000), "Euler steps: at least 2, or 1 with a --shift"),

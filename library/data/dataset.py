@@ -225,7 +225,7 @@ def run_name(model, roots):
 
 def picture_facts(path):
     """-> [(width, height), content hash] of a picture; behind the hash stands a mark if its colours are converted to
-    sRGB, which earlier versions did not do: such a picture is encoded again. InputErrors are image_size's."""
+    sRGB: another picture than one of these bytes that is not. InputErrors are image_size's."""
     with open_image(path) as image:
         mark = picture_files.mark_of(image, path)
     return [image_size(path), file_hash(path) + mark]

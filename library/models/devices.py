@@ -18,7 +18,6 @@ from library.models.hub import is_tiny
 
 def check_device(flag, device):
     """flag_error if torch cannot compute on this device."""
-    import torch
     try:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError) as e:
@@ -27,7 +26,6 @@ def check_device(flag, device):
 
 def find_devices(args):
     """Fills in devices and dtype. Refuses a device that cannot work."""
-    import torch
     refuse_cpu(args)
     default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name, device in vars(args).items():
@@ -47,10 +45,9 @@ def start_processes(args):
     """Lets the processes that torchrun has started find each other. Objects are sent over the CPU, gradients over
     --device."""
     import diffusers
-    import torch
     import transformers
-    for library in (diffusers, transformers): # a bar for each small model would hide ours
-        library.utils.logging.disable_progress_bar()
+    for package in (diffusers, transformers): # a bar for each small model would hide ours
+        package.utils.logging.disable_progress_bar()
     if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1) # too small for more: two take twice as long, beside a busy process ten times
     backend = "gloo"
@@ -68,7 +65,6 @@ def memory_of(device):
     """GiB: on a GPU the most that torch has held since the encoders left or a validation ended, on a CPU what the
     process has now."""
     import psutil
-    import torch
     used = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
     return used / 2**30
 
@@ -180,8 +176,6 @@ PATIENCE = 20 # seconds in which processes that exist have met
 def join_processes(backend):
     """Lets the processes find each other. InputError if this one cannot. Where these variables were left, the others do
     not exist, and it would wait for hours: so it says whom it waits for."""
-    import torch.distributed as dist
-
     rank, world, address, port = [os.environ[name] for name in MEETING]
     line = (f"process {rank} of {world} (RANK, WORLD_SIZE) waits for the others at {address}:{port}; if there are "
             "none, unset these")

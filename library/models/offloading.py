@@ -48,14 +48,14 @@ def check_host(block, blocks, shards=1):
     return need
 
 
-def place(transformer, blocks, device, offloaded_blocks, quantize_block):
-    """Brings the transformer, with its LoRAs, to the device, one block after the other, and calls quantize_block(block)
+def place(transformer, blocks, device, offloaded_blocks, prepare_block):
+    """Brings the transformer, with its LoRAs, to the device, one block after the other, and calls prepare_block(block)
     first. offloaded_blocks: the numbers of those whose frozen weights go to pinned host memory, as one tensor each ->
     transformer. InputError if the host has too little memory."""
     device = torch.device(device)
     hosts, buffers = [], []
     for i, block in enumerate(blocks):
-        quantize_block(block)
+        prepare_block(block)
         if i in offloaded_blocks:
             if not hosts:
                 need = check_host(block, len(offloaded_blocks))

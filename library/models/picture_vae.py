@@ -5,8 +5,8 @@ input of each convolution for a next frame. After
 
     patch_vae_for_pictures(vae)
 
-this AutoencoderKLQwenImage (not its class, and no other model) encodes and decodes one frame three to six times faster,
-in a third of the memory, with stock's numbers up to rounding ($ pytest test_consistency.py -k one_frame). Weights,
+this AutoencoderKLQwenImage (not its class, and no other model) encodes and decodes one frame three times faster, in a
+third of the memory, with stock's numbers up to rounding ($ pytest test_consistency.py -k one_frame). Weights,
 names, config and save_pretrained stay as they are, stock's slicing and tiling work, and a video of several frames runs
 stock's own code, bit for bit. It may be moved, copied by deepcopy, and patched twice.
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from library.models.offloading import check_host
 
-def shard(transformer, blocks, device, offloaded_blocks, quantize_block):
-    """Brings the transformer, with its LoRAs, to the device, block by block: quantize_block(block), then its shards.
+def shard(transformer, blocks, device, offloaded_blocks, prepare_block):
+    """Brings the transformer, with its LoRAs, to the device, block by block: prepare_block(block), then its shards.
     offloaded_blocks: the numbers of those whose shards go to pinned host memory -> transformer. InputError if the host
     has too little memory."""
     # the warning fears for outputs that are changed in place, and none is
@@ -26,7 +26,7 @@ def shard(transformer, blocks, device, offloaded_blocks, quantize_block):
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for i, block in enumerate(blocks):
-        quantize_block(block)
+        prepare_block(block)
         if i in offloaded_blocks[:1]:
             check_host(block, len(offloaded_blocks), dist.get_world_size())
         # FSDP leaves LoRA parameters alone, so they stay whole, and plain tensors
