@@ -12,7 +12,6 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 PACKAGES = ("library", "training", "tools", "tests") # the folders of ROOT that may be imported
 
-
 def refuse_package(folder):
     """Ends the script if this folder of ROOT could be imported in place of a file of ours or of a package. It uses
     nothing but os and sys, as any other import could find such a folder."""
@@ -23,11 +22,9 @@ def refuse_package(folder):
         sys.exit(f"error: {folder}: Python could import it in place of an installed package; move it elsewhere (or, if "
                  "it is a package of your own, add its name to PACKAGES in library/__init__.py)")
 
-
 # the code that makes an encoded file
 ENCODING = ["cache.py", "library/data/picture_files.py", "library/data/automatic_mask.py",
             "library/models/picture_vae.py", "library/models/one_pass.py"]
-
 
 def code_hash(files):
     """A hash of the bytes of these files, paths in ROOT: a result's key has that of the code which draws it, an encoded
@@ -38,7 +35,6 @@ def code_hash(files):
         with open(os.path.join(ROOT, file), "rb") as f:
             digest.update(f.read())
     return digest.hexdigest()[:12]
-
 
 for name in sorted({*os.listdir(ROOT)} - {*PACKAGES}):
     if os.path.isdir(os.path.join(ROOT, name)):

@@ -18,13 +18,11 @@ ENOUGH = 8 # with fewer held-out pairs another choice of them would often name a
 
 # ---- the lines of a log, which may come from anywhere ----------------------------------------------------------------
 
-
 def read_line(text):
     """A line of a log: its numbers fit into a float, as those of a foreign log need not."""
     def parse_int(digits):
         return int(digits) if len(digits) < 20 else float(digits)
     return json.loads(text, parse_int=parse_int)
-
 
 def is_number(value, most=math.inf):
     """Whether it is a number, from -most to most. (Without a limit NaN is one, too: the loss of a run that went
@@ -32,10 +30,8 @@ def is_number(value, most=math.inf):
     is_one = type(value) in (int, float) # no bool
     return is_one and (most == math.inf or abs(value) <= most)
 
-
 def is_count(value, most):
     return type(value) is int and 0 <= value <= most
-
 
 def is_shallow(value, levels=6):
     """Whether JSON is nested so little that no reader of it, nor str(), runs out of stack."""
@@ -45,7 +41,6 @@ def is_shallow(value, levels=6):
     elif not isinstance(value, list):
         return True
     return levels > 0 and all(is_shallow(part, levels - 1) for part in parts)
-
 
 def check_validation(record):
     """An exception of any kind if a line of a log is no validation as train.py writes it."""
@@ -72,7 +67,6 @@ def check_validation(record):
     if not isinstance(record["val_key"], str) or not is_shallow(record):
         raise ValueError("no val_key, or too deep")
 
-
 def read_validations(out_dir):
     """-> the validations in a run's log, in order, as train.py wrote them; other lines are left out. [] without a log,
     which only the first process has."""
@@ -91,12 +85,10 @@ def read_validations(out_dir):
 # ---- which one is the best? ------------------------------------------------------------------------------------------
 # validations: as read_validations returns them. A measure is one of MEASURES.
 
-
 def mean_psnr(validation):
     """-> {kind: dB} for the KINDS: the mean PSNRs to the target over all pictures of a validation; {} without any."""
     rows = [picture["psnr"] for picture in validation["pictures"]]
     return {kind: sum(column) / len(column) for kind, column in zip(KINDS, zip(*rows))}
-
 
 def value_of(validation, measure):
     """-> its loss, or the mean PSNR of what the LoRA makes, at the digits that are printed."""
@@ -105,7 +97,6 @@ def value_of(validation, measure):
         value = mean_psnr(validation)["lora"]
     return round(value, DECIMALS[measure])
 
-
 def in_words(value, measure):
     """-> 0.5432, or 24.1 dB."""
     if not math.isfinite(value):
@@ -113,14 +104,12 @@ def in_words(value, measure):
     unit = " dB" if measure == "mean PSNR" else ""
     return f"{value:.{DECIMALS[measure]}f}{unit}"
 
-
 def comparable(validations, measure):
     """-> those that have this measure (without pictures there is no PSNR), and are compared with the newest one."""
     compared = [validation for validation in validations if validation["val_key"] == validations[-1]["val_key"]]
     if measure == "mean PSNR":
         compared = [validation for validation in compared if validation["pictures"]]
     return compared
-
 
 def best_of(compared, measure):
     """-> of what comparable() returns the validation with the least loss, or the greatest PSNR, of equal ones the
@@ -131,7 +120,6 @@ def best_of(compared, measure):
     finite = [validation for validation in compared if math.isfinite(value_of(validation, measure))]
     return min(finite, key=lambda validation: sign * value_of(validation, measure), default=None)
 
-
 def best_steps(validations):
     """-> {measure: the best step so far}, as far as there is one."""
     best = {}
@@ -140,7 +128,6 @@ def best_steps(validations):
         if validation:
             best[measure] = validation["step"]
     return best
-
 
 def steps_to_keep(validations):
     """-> the steps whose checkpoints --keep does not delete: the best ones by each val_key, as a later --resume may
@@ -151,7 +138,6 @@ def steps_to_keep(validations):
         steps.update(best_steps(of_key).values())
     return steps
 
-
 def better_steps(validations):
     """-> {step: the measures by which it is better than the newest validation}."""
     better = {}
@@ -160,7 +146,6 @@ def better_steps(validations):
         if value_of(best_of(compared, measure), measure) != value_of(compared[-1], measure):
             better.setdefault(step, []).append(measure)
     return better
-
 
 def verdict(compared, measure):
     """-> ("step 20", "25.0 dB; the last, step 40, has 1.5 dB") of what comparable() returns; None if no value is
@@ -174,7 +159,6 @@ def verdict(compared, measure):
         remark += f"; the last, step {newest['step']:,}, has {in_words(value_of(newest, measure), measure)}"
     return f"step {best['step']:,}", remark
 
-
 def few_pairs(validations):
     """-> a line if the newest validation has so few held-out pairs that they cannot tell steps apart, else None.
     (Statistics do not help: of two pairs a t-test calls everything equal, also a loss that has doubled.)"""
@@ -183,7 +167,6 @@ def few_pairs(validations):
         if pairs < ENOUGH:
             return (f"too few held-out pairs to tell steps apart: {pairs}; give {ENOUGH} or more (--val_data, "
                     "--val_pictures)")
-
 
 def describe(validations):
     """-> lines: "best so far: step 200 by validation loss (0.5432), step 300 by mean PSNR (24.1 dB)", and few_pairs."""

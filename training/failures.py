@@ -12,7 +12,6 @@ from library.lora.lora_paths import LORA_FILE, checkpoints, number_of
 
 # ---- a validation that fails -----------------------------------------------------------------------------------------
 
-
 def warn_of_validation(e, step, fsdp):
     """Prints that the validation has failed with this exception, on each process that has one. With --fsdp this ends
     the run, as the others wait for this process."""
@@ -41,7 +40,6 @@ def less_memory(args, blocks, recomputed, samples, out_dir):
 
 # ---- several processes: do all still have the same LoRA? -------------------------------------------------------------
 
-
 # Each process takes every optimizer step by itself, from the same gradients and with the same random numbers, so no
 # weights have to be sent. Nothing would tell that they part: a kernel that is not deterministic, an optimizer with a
 # generator of its own, a broken memory. So train.py compares them before each checkpoint (but for the one that is saved
@@ -49,7 +47,6 @@ def less_memory(args, blocks, recomputed, samples, out_dir):
 
 class Diverged(InputError): # a class because save_the_rest must know it
     """The processes have different LoRAs, of which none is saved."""
-
 
 def digest(parameters):
     """A number of 64 bits for the fp32 weights of these parameters: another bit in any one of them makes another
@@ -60,7 +57,6 @@ def digest(parameters):
         odd = torch.arange(1, 2 * len(bits), 2, device=p.device) # an odd factor loses no bit modulo 2**64
         total = 1_000_003 * total + (bits * odd).sum()
     return int(total)
-
 
 def compare_loras(out_dir, step, parameters):
     """If these parameters differ between the processes, all end, and the first one prints the error."""
@@ -76,7 +72,6 @@ def compare_loras(out_dir, step, parameters):
                        "--fsdp), or start a new run with another --optimizer")
 
 # ---- checkpoints: a disk that refuses one, and the last one before an error ends the run -----------------------------
-
 
 def save_or_warn(save, out_dir, step, late, save_every, at_end):
     """Calls save(step) -> late: 0, or the step of the first checkpoint that the disk has refused since the last one
@@ -98,7 +93,6 @@ def save_or_warn(save, out_dir, step, late, save_every, at_end):
                              f"it still fails {save_every} steps later)")
         return late or step
 
-
 def versions_of(optimizer, step):
     """-> [step, version of each tensor, ...]: another list after any change of the weights or of the optimizer's state.
     It costs nothing, as torch counts the changes of each tensor. It does not count those of its fused kernels, and
@@ -111,7 +105,6 @@ def versions_of(optimizer, step):
     for state in optimizer.state.values():
         versions += [x._version if torch.is_tensor(x) else x for x in state.values()]
     return versions
-
 
 def save_the_rest(save, out_dir, step, error, before, optimizer):
     """Before this error ends the run: saves the steps since the last checkpoint, with save(step), and says so. before:

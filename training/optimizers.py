@@ -27,7 +27,6 @@ from library.cli.command_line import is_given
 
 KNOWN = ("torch.optim.AdamW", "torch.optim.Muon") # they need no trial: the tests have tried them, with --ema, too
 
-
 def find_optimizer(args, parser):
     """-> make_optimizer(parameters), by the flags; all that can be wrong with them ends the script with a line, here
     or when one is made."""
@@ -48,7 +47,6 @@ def find_optimizer(args, parser):
         found = with_ema(found, args.ema)
     return partial(make, found, args)
 
-
 def make(optimizer_class, args, parameters):
     """All parameters are one group: train.py's loop sets its learning rate, and a checkpoint has its settings. Without
     --weight_decay a class has the default only if its decay is AdamW's, see couples_decay."""
@@ -68,7 +66,6 @@ def make(optimizer_class, args, parameters):
         raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
     return optimizer
 
-
 @contextlib.contextmanager
 def trial():
     """Within `with` an optimizer may be tried out without a trace: what its class prints has been printed once, and
@@ -80,7 +77,6 @@ def trial():
             yield
     finally:
         random.setstate(state_of_python)
-
 
 def couples_decay(optimizer_class, settings, device):
     """Whether a class adds the weight decay to the gradient (L2), as Adam does, and SGD with a momentum. AdamW takes
@@ -100,14 +96,12 @@ def couples_decay(optimizer_class, settings, device):
         return True
     return (0.01 - w).abs().mean() > 1.2 * 11 * 0.001 * 0.1 * 0.01 * (d_of(optimizer) or 1)
 
-
 def d_of(optimizer):
     """-> what Prodigy, D-Adaptation and such have found until now, and call d in their groups: a factor of --lr. 0 of
     other classes. (torch's Adafactor calls another number so.)"""
     if type(optimizer).__module__.startswith("torch."):
         return 0
     return max(float(group.get("d", 0)) for group in optimizer.param_groups)
-
 
 def with_ema(optimizer_class, decay):
     """-> the class with an average of the weights. It is kept in the optimizer's state of each parameter, where a
@@ -140,14 +134,11 @@ def with_ema(optimizer_class, decay):
     WithEma.__name__ = optimizer_class.__name__
     return WithEma
 
-
 # ---- the average -----------------------------------------------------------------------------------------------------
-
 
 def has_average(optimizer):
     """Whether an optimizer, or a class of them, trains one set of weights and lets you use an average of them."""
     return hasattr(optimizer, "eval")
-
 
 @contextlib.contextmanager
 def averaged_weights(optimizer):
@@ -163,7 +154,6 @@ def averaged_weights(optimizer):
         yield
     finally:
         use_trained_weights(optimizer)
-
 
 def use_trained_weights(optimizer):
     """Puts the trained weights back, from the copy: a schedule-free optimizer's own way back rounds, so that a

@@ -62,7 +62,6 @@ PICTURE = 0.1
 DECODING = 193 # numbers of a pixel that are alive where the VAE decodes most, as the tests' imitated card counts them
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
 
-
 class LiveBytes(TorchDispatchMode):
     """Inside `with`: the bytes of all tensors made there that are alive (`now`), and their greatest number (`peak`)."""
 
@@ -83,7 +82,6 @@ class LiveBytes(TorchDispatchMode):
     def add(self, n):
         self.now += n
         self.peak = max(self.peak, self.now)
-
 
 class FusedRmsNorm(torch.autograd.Function): # a class because autograd wants one
     """The memory of F.rms_norm's one kernel on CUDA, and nothing else of it: on a CPU it is taken apart, in fp32."""
@@ -127,7 +125,6 @@ def step_bytes(model, Item, flow_loss, pack, recomputed, quantize="none", **opti
             sum(flow_loss(model, items)).backward()
         return live.peak
 
-
 def model_bytes(model, quantize="none"):
     """Bytes of the weights, LoRAs apart, the linear layers in so many bits. The model may be on the meta device."""
     total = sum(p.numel() * p.itemsize for name, p in model.named_parameters() if ".lora_" not in name)
@@ -136,7 +133,6 @@ def model_bytes(model, quantize="none"):
             w = module.weight
             total += w.numel() * (BYTES[quantize] - w.itemsize) + (4 * len(w) if quantize != "nf4" else 0)
     return int(total)
-
 
 def transformer_bytes(transformer, quantize, offload, parts):
     """-> (bytes on the device, bytes of pinned host memory); parts: processes under --fsdp."""
@@ -148,7 +144,6 @@ def transformer_bytes(transformer, quantize, offload, parts):
     gathered = 3 * each if parts > 1 else min(2, away) * each
     return rest + (number - away) * each // parts + gathered, away * each // parts
 
-
 def encoder_bytes(folder, dtype, quantize):
     """-> bytes of the VAE's and of the text encoder's weights, from their config files; 0 where there are none."""
     if not (folder / "text_encoder").is_dir():
@@ -158,11 +153,9 @@ def encoder_bytes(folder, dtype, quantize):
     text.lm_head = torch.nn.Identity() # as in cache.load_encoder
     return model_bytes(torch.nn.Module.to(vae, dtype)), model_bytes(torch.nn.Module.to(text, dtype), quantize)
 
-
 def card_room(gb):
     """Bytes that tensors can have on a card that is sold with so many GB: torch finds 98 % of them or a little more."""
     return 0.98 * gb * GIB - memory_fit.margin(0.98 * gb * GIB) - 0.6 * GIB # CUDA itself
-
 
 @dataclass
 class Work:
@@ -174,13 +167,11 @@ class Work:
     pictures: int # so many
     encoded: int # files that the cache lacks
 
-
 def make_round(tokens, dealt):
     """dealt: for each process packs of places in `tokens`; an empty one is an idle pass, with the shortest sample."""
     def tokens_in(pack):
         return [tokens[place] for place in pack] or [min(tokens)]
     return [list(map(tokens_in, packs)) for packs in dealt]
-
 
 def counts(args, epoch, val_samples, requests, plan_step, deal_packs):
     """-> Work. What it gets is print_plan's."""
@@ -208,7 +199,6 @@ def counts(args, epoch, val_samples, requests, plan_step, deal_packs):
     files = {file for sample in epoch + val_samples for file in files_of(sample)} if args.use_cache else ()
     return Work(steps, validations, loss, sampling, len(runs), sum(not file.is_file() for file in files))
 
-
 def step_seconds(transformer, packs, card, recomputed, selective, moving, learns=1):
     """-> a step's time on one of RATES, counted and not measured: matrix products, attention, and the bytes of all
     other kernels, as eager code with a LoRA on the attention has them. It is the host's time, which gives the GPU its
@@ -229,7 +219,6 @@ def step_seconds(transformer, packs, card, recomputed, selective, moving, learns
     orders = blocks * (recomputed * again_ms + (1 - recomputed) * HOST["kept"]) / 1000
     return max(seconds, len(packs) * orders, len(packs) * (1 + learns) * moving)
 
-
 def say_tokens(args, work, samples, largest):
     lengths = sum([sum(packs, []) for dealt in work.steps for packs in dealt], [])
     passes = mean(len(packs) for dealt in work.steps for packs in dealt)
@@ -237,7 +226,6 @@ def say_tokens(args, work, samples, largest):
     say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / samples:.1f} "
         f"epochs; {passes:.1f} forward passes a step and process, the largest that can come of {sum(largest):,} tokens "
         f"(--max_tokens {args.max_tokens:,})")
-
 
 def adder(args, transformer, largest, Item, flow_loss):
     """-> added(kept, selective=False, quantize=): bytes that the largest pack adds with so many blocks kept."""
@@ -263,7 +251,6 @@ def adder(args, transformer, largest, Item, flow_loss):
         more = (blocks - 4) * recomputed_more + max(0, kept - 2) * kept_more
         return step_of_few(4, min(kept, 2), selective, quantize) + more
     return added
-
 
 def say_memory(args, blocks, lora_bytes, added, weights):
     free, total = host_memory()
@@ -292,7 +279,6 @@ def say_memory(args, blocks, lora_bytes, added, weights):
             words += " (as given)"
         say(f"{numbers} {[*cards, '-'][0]:>6}  {words}")
 
-
 def fit_on(card, args, transformer, largest, added, taken):
     """-> (blocks that are kept on this card, whether the others keep their attention), as the flags say or else as
     training/memory_fit.py finds them; None if it does not fit. taken: bytes beside a pass."""
@@ -307,10 +293,8 @@ def fit_on(card, args, transformer, largest, added, taken):
                                                     not args.compile, edge=memory_fit.EDGE if args.fsdp else 1)
     return (kept, selective) if adds <= free else None
 
-
 def to_slowest(number):
     return f"{number:.1f}-{SLOWEST * number:.1f}"
-
 
 def hours_on(card, args, work, transformer, fits, model, shared, copied, gathered):
     """-> {row of the table: this card's text}; {} if fit_on, whose answer is `fits`, has found no way. model: bytes of
@@ -347,7 +331,6 @@ def hours_on(card, args, work, transformer, fits, model, shared, copied, gathere
             **{part: f"{number:.2f}" for part, number in hours.items()},
             "in all": to_slowest(total), "card-hours": to_slowest(total * world())}
 
-
 def say_hours(columns):
     """columns: {card: hours_on's}."""
     say("")
@@ -359,7 +342,6 @@ def say_hours(columns):
         f"to {SLOWEST} times as long, as others report",
         "not in it: downloads, the passes that find what fits, saving, --compile, --no-use_cache, the unpacking of few "
         "bits")
-
 
 def print_plan(args, transformer, folder, epoch, val_samples, requests, plan_step, deal_packs, Item, flow_loss):
     """args: train.py's flags; transformer, with its LoRA, on the meta device; folder: the model's; epoch: its samples;

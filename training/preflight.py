@@ -20,7 +20,6 @@ from training.resume import load_optimizer, names_in_file, read_checkpoint, read
 
 STEPS = 11 # before the checkpoint, and behind it: some change a part of their state in every tenth step
 
-
 def check(args, out_dir, lora, optimizer, make_optimizer, write_checkpoint):
     """InputError if an optimizer of --optimizer would not resume to the bit, or if a checkpoint of this run would not
     hold what is trained. lora: {name: parameter}; the functions are train.py's. Nothing is changed."""
@@ -36,9 +35,7 @@ def check(args, out_dir, lora, optimizer, make_optimizer, write_checkpoint):
     check_optimizer(args, lora, make_optimizer, folder)
     on_first_process(lambda: check_files(out_dir, folder, lora, make_optimizer, write_checkpoint))
 
-
 # ---- the files -------------------------------------------------------------------------------------------------------
-
 
 def check_files(out_dir, folder, lora, make_optimizer, write_checkpoint):
     """InputError names what a checkpoint, which is written into `folder`, does not give back as it is trained."""
@@ -71,9 +68,7 @@ def check_files(out_dir, folder, lora, make_optimizer, write_checkpoint):
         raise InputError(f"{out_dir}: a checkpoint fails in a trial before the first step ({found}); mend "
                          "write_checkpoint, predict.py's save_lora, or library/lora/lora_file.py")
 
-
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
-
 
 def check_optimizer(args, lora, make_optimizer, folder):
     """InputError if an optimizer of --optimizer would not resume to the bit, cannot be written, into `folder`, or
@@ -105,7 +100,6 @@ def check_optimizer(args, lora, make_optimizer, folder):
     if moved < 1e-2 * usual:
         warn_once(f"warning: {found}: it may learn slowly, and need a higher --lr")
 
-
 def two_of_each_shape(lora):
     """-> of the parameters of each shape at most two."""
     few = {}
@@ -113,7 +107,6 @@ def two_of_each_shape(lora):
         if sum(p.shape == other.shape for other in few.values()) < 2:
             few[name] = p
     return few
-
 
 def try_optimizer(few, make_optimizer, lr, folder):
     """-> (whether an optimizer that is saved and loaded takes the same steps as one that goes on, (how far a step moves
@@ -138,17 +131,14 @@ def try_optimizer(few, make_optimizer, lr, folder):
     moved = [((p - middle[name]).norm().item() / p.numel()**0.5 / STEPS, name) for name, p in first.items()]
     return goes_on, min(moved), d_of(optimizer)
 
-
 def copies_of(parameters):
     return {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
-
 
 def close(p, other, before):
     """To the bit on a CPU; a GPU may add in another order."""
     if p.device.type == "cpu":
         return same_bits(p, other)
     return bool((p - other).norm() <= 0.01 * (p - before).norm())
-
 
 def same_bits(a, b):
     if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):

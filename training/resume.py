@@ -37,14 +37,12 @@ CONTENTS = dict(data_hash="--data", model_hash="the transformer", scheduler_hash
                 pretrained_hash="--pretrained_lora") # of these a checkpoint has hashes, which tell a person nothing
 LEFT_OUT = "--resume --out_dir --lora_rank --lora_alpha --lora_targets --lora_args --pretrained_lora".split()
 
-
 @dataclass
 class Checkpoint:
     path: Path # its folder
     lora: dict # {diffusers' name: tensor}, as it was trained
     tensors: dict # the optimizer's: {"exp_avg.PARAMETER": tensor}
     info: dict # step, config, and `optimizer`: the rest of its state, as save_optimizer writes it
-
 
 def read_checkpoint(path, optimizer=""):
     """-> Checkpoint. InputError if a bit of it has changed: read_tensors compares the digest that each file carries; or
@@ -65,7 +63,6 @@ def read_checkpoint(path, optimizer=""):
         raise InputError(f"{path}: no run has so many steps; take another copy")
     return Checkpoint(path, lora, tensors, info)
 
-
 def refuse_long_lora(file):
     """InputError for a LoRA with larger matrices than a layer has, by its header. (A file with holes takes no place on
     the disk, and whatever its header says in the memory.)"""
@@ -75,7 +72,6 @@ def refuse_long_lora(file):
                 lora_file.refuse_header(read_header(f))
         except Exception as e: # a damaged file can fail in any way
             raise InputError(f"{file}: is no LoRA ({first_words(e)}); take another copy")
-
 
 def refuse_long_state(file, lora, optimizer):
     """InputError for more bytes than an optimizer can keep for this LoRA. In fp32 torch's keep at most three moments of
@@ -88,7 +84,6 @@ def refuse_long_state(file, lora, optimizer):
     most = 4 * numbers + 2**26 # the names, settings and counters
     if file.is_file() and file.stat().st_size > most:
         raise InputError(f"{file}: over {most:,} bytes, which no optimizer keeps for this LoRA; take another copy")
-
 
 def find_checkpoint(out_dir, args):
     """-> the newest intact Checkpoint, or None for a run that begins. A damaged one costs a warning and the steps since
@@ -110,7 +105,6 @@ def find_checkpoint(out_dir, args):
     raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or begin a new run in "
                      "another, without --resume")
 
-
 def begin(out_dir, args, pretrained_hash, parser):
     """-> find_checkpoint's, and its step. InputError if the flags of this command cannot continue it, as far as they
     tell before the data is known. Ends the script with a line if the run is done."""
@@ -128,7 +122,6 @@ def begin(out_dir, args, pretrained_hash, parser):
                          "there, or more")
     return checkpoint, step
 
-
 def compared_settings(args, **contents):
     """-> what a checkpoint says of its run, for refuse_changes: {flag: value}, and contents: what stands for the flags
     of BY_CONTENT, as far as it is known."""
@@ -136,7 +129,6 @@ def compared_settings(args, **contents):
     if args.lr_scheduler == "constant": # only the other schedules depend on max_steps
         del config["max_steps"]
     return config | contents
-
 
 def refuse_changes(out_dir, old, config, parser, data=()):
     """InputError names what differs between a checkpoint's config and ours. If a flag is newer than the checkpoint, it
@@ -162,7 +154,6 @@ def refuse_changes(out_dir, old, config, parser, data=()):
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes.values())}); give the "
                          "old ones, or start a new run")
 
-
 def in_short(value):
     """A setting in an error line. A checkpoint's may be anything."""
     try:
@@ -170,14 +161,12 @@ def in_short(value):
     except RecursionError: # lists in lists
         return f"a {type(value).__name__}"
 
-
 def sizes(args):
     """What the flags say of the config's sizes, before anything is encoded. {} of an index, which has its own."""
     if any(Path(root).suffix == ".json" for root in args.data):
         return {}
     return dict(geometry=dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels,
                               upscale=args.upscale))
-
 
 def from_its_lora(out_dir):
     """-> this process's command, as one that starts a new run from that LoRA, which has its own rank and layers."""
@@ -190,14 +179,12 @@ def from_its_lora(out_dir):
 
 # ---- LoRA and optimizer of a checkpoint ------------------------------------------------------------------------------
 
-
 def as_trained(transformer, lora):
     """-> {name in a LoRA's file: parameter} of those that the file of a checkpoint, which is for use, has with another
     scale. lora: {name: parameter}."""
     parameters, scales = names_in_file(lora), lora_file.scales_of(transformer)
     scaled = [f"transformer.{layer}.lora_B.weight" for layer, scale in scales.items() if scale != 1]
     return {name: parameters[name] for name in scaled}
-
 
 def save_optimizer(folder, optimizer, lora, trained={}, **info):
     """Writes an optimizer's state_dict() into a checkpoint's folder, its tensors as EXP_AVG.PARAMETER, and beside them
@@ -214,7 +201,6 @@ def save_optimizer(folder, optimizer, lora, trained={}, **info):
                          f"keep {e} of its state; take another, such as torch.optim.AdamW")
     write_tensors(folder / OPTIMIZER_FILE, tensors, dict(info, optimizer=dict(state=saved, param_groups=groups)))
 
-
 def read_optimizer(folder):
     """-> what save_optimizer has written: (tensors, {step, config, optimizer})."""
     tensors, info = read_tensors(folder / OPTIMIZER_FILE)
@@ -222,7 +208,6 @@ def read_optimizer(folder):
         raise OtherVersion(f"{folder / OPTIMIZER_FILE}: was written by an earlier version of this project; start a new "
                            f"run from its LoRA: --pretrained_lora {folder}")
     return tensors, info
-
 
 def load_optimizer(optimizer, lora, tensors, saved):
     """Puts back what read_optimizer returns: its tensors, and the entry `optimizer`. Raises anything for a state that
@@ -244,13 +229,11 @@ def load_optimizer(optimizer, lora, tensors, saved):
                 loaded[key] = value
     optimizers.use_trained_weights(optimizer)
 
-
 def names_of(optimizer, lora):
     """-> {number: name} of an optimizer's parameters, which its state_dict() numbers group by group."""
     names = {p: name for name, p in lora.items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {n: names[p] for n, p in enumerate(parameters)}
-
 
 def to_json(value, path, tensors):
     """A value as JSON, which from_json reads. Its tensors are added to `tensors`, with names that end in `path`.
@@ -272,9 +255,7 @@ def to_json(value, path, tensors):
         return value
     raise TypeError(type(value).__name__)
 
-
 KINDS = dict(list=list, tuple=tuple, dict=dict) # no other name that a file has is looked up
-
 
 def from_json(value, tensors, device):
     """The value that to_json was given, with copies of its tensors on the device; each is taken out of `tensors`.
@@ -289,7 +270,6 @@ def from_json(value, tensors, device):
         tensor, device = tensors.pop(path), "cpu" if on_cpu else device
         return tensor.new_empty_strided(tensor.shape, layout or tensor.stride(), device=device).copy_(tensor)
     return KINDS[kind](from_json(parts, tensors, device))
-
 
 def load_checkpoint(checkpoint, lora, optimizer, make_optimizer):
     """Puts LoRA and optimizer back, bit for bit. InputError for what another LoRA or optimizer has saved: a second
@@ -314,11 +294,9 @@ def load_checkpoint(checkpoint, lora, optimizer, make_optimizer):
     load_lora(checkpoint, lora) # which the trial has changed
     load_optimizer(optimizer, lora, *state)
 
-
 def names_in_file(lora):
     """{a parameter's name in a LoRA's file: the parameter}."""
     return {f"transformer.{name.replace('.default.', '.')}": p for name, p in lora.items()}
-
 
 def refuse_lora(checkpoint, lora):
     """InputError unless a checkpoint's LoRA has just the tensors that are trained, finite ones."""
@@ -332,12 +310,10 @@ def refuse_lora(checkpoint, lora):
         raise InputError(f"{checkpoint.path / LORA_FILE}: {len(wrong)} of its tensors are not those of this LoRA, for "
                          f"instance {wrong[0]:.200}; give the run's own flags, or another copy")
 
-
 def load_lora(checkpoint, lora):
     """Fills the parameters with a checkpoint's LoRA, which refuse_lora has looked at."""
     for name, p in names_in_file(lora).items():
         p.data.copy_(checkpoint.lora[name])
-
 
 def take_steps(optimizer, parameters, steps, lr):
     """Takes the steps of these numbers at the rate `lr`, as train.py's loop does. parameters: {name: parameter}. The

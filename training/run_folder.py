@@ -25,7 +25,6 @@ FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, be
 
 # ---- which folder, and what may be in it -----------------------------------------------------------------------------
 
-
 def find(args, name):
     """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number. Hidden
     names, which listed() leaves out, may be of a start that was killed before its log."""
@@ -50,7 +49,6 @@ def find(args, name):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
     check(folder)
     return folder
-
 
 def check(folder):
     """InputError names a link that leads out of a run's folder, what is neither file nor folder, a file in the place of
@@ -86,7 +84,6 @@ def check(folder):
 
 # ---- the lock --------------------------------------------------------------------------------------------------------
 
-
 def lock(args, folder, name):
     """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
     --out_dir has just taken this folder, ours is the next number."""
@@ -108,14 +105,12 @@ def lock(args, folder, name):
             raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
         return lock(args, folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
 
-
 def remove_unused(folder):
     """Removes a folder in which a lock is all there is. (Not within lock, or it would hold on to that lock.)"""
     with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
         if os.listdir(folder) == [".lock"]:
             os.unlink(folder / ".lock")
         os.rmdir(folder) # only if it is empty
-
 
 def disk_has_locks(folder):
     """Whether this disk has locks; PermissionError if another process holds this folder's on Windows, where nobody may
@@ -138,7 +133,6 @@ def disk_has_locks(folder):
 
 # ---- a run that continues --------------------------------------------------------------------------------------------
 
-
 def clean_folder(out_dir, step):
     """Prepares the folder for a run that continues after this step, and says so: removes what an earlier process has
     left (half-written files and checkpoints, and what marks a run as finished). The checkpoints after this step, which
@@ -160,7 +154,6 @@ def clean_folder(out_dir, step):
     first = [line for line in lines[:1] if '"val_loss"' not in line] # which the lines of validations alone have
     return first + [line for line in lines[1:] if is_record(line, step)]
 
-
 def put_aside(folder):
     """Moves the files of a damaged checkpoint to another folder, for a person, the LoRA first: without it this is no
     checkpoint. (Not every disk can rename the folder.)"""
@@ -173,7 +166,6 @@ def put_aside(folder):
         raise InputError(f"{folder}: is damaged, and cannot be moved aside ({e.strerror}); delete it")
     remove_old(folder)
 
-
 def is_record(line, step):
     """Whether a line of the log is whole, and of a step up to this one; a validation's, if training/best_step.py can
     read it."""
@@ -185,7 +177,6 @@ def is_record(line, step):
     return False
 
 # ---- room for checkpoints, and which of them go ----------------------------------------------------------------------
-
 
 def check_room(folder, numbers, keep, ema=0, trained={}):
     """InputError if a checkpoint of so many LoRA parameters does not fit: fp32, and as much twice for an optimizer such
@@ -204,7 +195,6 @@ def check_room(folder, numbers, keep, ema=0, trained={}):
         warn_once(f"warning: {folder}: has room for {int(free // size)} more checkpoints of {size / 1e9:.3g} GB, and "
                   f"--keep {keep} will need {others}, and the finished LoRA; free some space")
 
-
 def remove_old(path):
     """Deletes a checkpoint, whose LoRA goes first, as without it it is none, or another folder or file of a run. A
     warning if that fails: NFS keeps files that somebody reads, as Windows does."""
@@ -218,7 +208,6 @@ def remove_old(path):
         old = re.match(".[a-z]*[-_]?", path.name)[0] # one line for all of them
         warn_once(f"warning: {path.parent}: an old {old}... cannot be deleted ({os_reason(e)}); tried again later")
 
-
 def remove_checkpoints(out_dir, newest):
     """Deletes all checkpoints but these and the best ones, and what is left of those whose deletion has failed; nothing
     where the log cannot be read."""
@@ -226,7 +215,6 @@ def remove_checkpoints(out_dir, newest):
     for path in numbered(out_dir, "checkpoint"):
         if path not in newest and number_of(path) not in best:
             remove_old(path)
-
 
 def remove_pictures(out_dir):
     """Deletes the full-size pictures of validations, which take space, but those of the newest 20 and of the best ones.
@@ -239,7 +227,6 @@ def remove_pictures(out_dir):
             remove_old(path)
 
 # ---- what to do with a finished run ----------------------------------------------------------------------------------
-
 
 def next_commands(out_dir, predict_words, sample_lora):
     """-> lines: what a person may want to do with a finished run. predict_words: what command_line.words_for_predict

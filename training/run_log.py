@@ -17,7 +17,6 @@ from common import InputError, first_line, first_words, printable
 
 # ---- log.jsonl -------------------------------------------------------------------------------------------------------
 
-
 class Log: # a class because it keeps the lines that are not on the disk yet
     """log.jsonl at `path`, whose first line is written, and the tracker's function from open_tracker. A disk that
     refuses a line, as network disks do at times, gets it with the next one."""
@@ -60,10 +59,8 @@ class Log: # a class because it keeps the lines that are not on the disk yet
 
 # ---- what a run's first line says of the machine ---------------------------------------------------------------------
 
-
 # variables that change the last bits of a result, or the speed
 OTHER_BITS = re.compile("(TORCH|PYTORCH|TORCHINDUCTOR|CUBLAS|CUBLASLT|CUDNN|NCCL|MKL|OMP|KMP|ATEN|ONEDNN|DNNL)_.*")
-
 
 def environment_changes(begun, now):
     """-> a line if a run goes on with other packages, another recipe, or in other surroundings. begun: its log's first
@@ -76,14 +73,12 @@ def environment_changes(begun, now):
             return [f"warning: other than when this run began: {', '.join(differ)}; its numbers may differ"]
     return []
 
-
 def describe_environment():
     """-> {name: what may change the last bits of a result}, beside the packages' versions."""
     set_here = {name: value for name, value in os.environ.items() if OTHER_BITS.fullmatch(name)}
     return dict(python=platform.python_version(), machine=platform.machine(), environment=set_here)
 
 # ---- --tracker -------------------------------------------------------------------------------------------------------
-
 
 def open_tracker(kind, out_dir, step, config):
     """-> track(step, values, pictures), with PIL images. A resumed run, which is at `step`, continues its curves. kind
@@ -99,7 +94,6 @@ def open_tracker(kind, out_dir, step, config):
     except (Exception, SystemExit) as e: # of a library, whose errors can be of any kind
         raise InputError(f"--tracker {kind}: {first_words(e)}; mend it, or leave the flag out, then --resume")
 
-
 def open_tensorboard(out_dir, step):
     from torch.utils.tensorboard import SummaryWriter
     # a run that was killed may have sent steps that are not in its checkpoint: they are taken back
@@ -112,7 +106,6 @@ def open_tensorboard(out_dir, step):
             writer.add_image(printable(name), np.asarray(image), step, dataformats="HWC")
         writer.flush()
     return track
-
 
 def open_wandb(out_dir, config):
     import wandb

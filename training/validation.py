@@ -23,12 +23,10 @@ from training import best_step
 
 # ---- which pictures, and how good is one? ----------------------------------------------------------------------------
 
-
 def psnr(image, reference):
     """Peak signal-to-noise ratio in dB between two pictures of one size; equal ones have 99."""
     error = np.mean((np.asarray(image, float) - np.asarray(reference, float)) ** 2)
     return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
-
 
 def choose_pictures(samples, args):
     """-> {place in samples: (the sample, predict.Settings)}, at most --val_pictures of them."""
@@ -38,9 +36,7 @@ def choose_pictures(samples, args):
     settings = predict.Settings(**predict.sampling_flags(args), seed=args.seed)
     return {place: (samples[place], settings) for place in places}
 
-
 # ---- drawing ---------------------------------------------------------------------------------------------------------
-
 
 class Drawer: # a class because the base's pictures stay from one validation to the next
     """Draws with the transformer, as it is when draw() is called, on all processes together.
@@ -194,7 +190,6 @@ class Drawer: # a class because the base's pictures stay from one validation to 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
-
 def best_lines(out_dir):
     """-> the lines that say which of a run's validations is the best so far."""
     return best_step.describe(best_step.read_validations(out_dir))
@@ -205,7 +200,6 @@ def loss_line(step, loss):
         return f"step {step}: validation loss {best_step.in_words(loss, 'validation loss')}"
     return (f"warning: step {step}: the validation loss is NaN or Inf, and so is not ranked; if the next ones are, "
             "too, start a new run with a lower --lr")
-
 
 def why_validation_not_finite(lost):
     """-> a warning that names pictures of a validation that are lost, and what may help. lost: [("control", "base",

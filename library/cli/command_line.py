@@ -16,132 +16,9 @@ from common import (InputError, MAX_PIXELS, WARNED, closest, end_by_ctrl_c, flag
                     warn_once, world)
 from library.models import environment, hub
 
-# Other trainers' names -> ours. A row is "their names: our flag (what differs)", or what to do where no flag of ours
-# stands for it. NAME=VALUE is a value of our flag in their words, NAME= our flag without one.
-OTHER_NAMES = """
-learning_rate: --lr
-r rank network_dim linear: --lora_rank
-alpha linear_alpha network_alpha: --lora_alpha
-dropout network_dropout: --lora_dropout
-network_args network_kwargs target_modules lora_target_modules flux_lora_target: --lora_targets
-steps max_train_steps num_steps: --max_steps
-epochs num_epochs num_train_epochs max_train_epochs: --max_steps (epochs x pairs / --batch_size)
-train_batch_size batch bs: --batch_size
-gradient_accumulation_steps gradient_accumulation: --batch_size (your batch times the accumulation)
-optimizer_type: --optimizer (the class, such as torch.optim.AdamW)
-use_8bit_adam: --optimizer bitsandbytes.optim.AdamW8bit
-betas adam_beta1 adam_beta2: --optimizer_args betas=[0.9,0.99]
-lr_warmup_steps: --warmup_steps
-use_ema ema_decay: --ema 0.99
-flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme: --timestep_sampling
-diff_output_preservation: --preserve 0.1 (a share of the samples)
-dataset dataset_path train_data_dir dataset_base_path folder_path image_dir instance_data_dir reg_data d: --data
-image: --data (the folder of all pairs)
-dataset_repeat num_repeats: --repeats
-val validation_data val_dir: --val_data
-resolution image_size max_pixels target size height width: --target_pixels 1024x1024 (an area, not a side)
-bucket_no_upscale: --no-upscale
-pretrained_model_name_or_path name_or_path m: --model
-dit: --transformer
-mixed_precision precision bf16 full_bf16 fp16: --dtype bfloat16
-quant_options base_model_precision qtype fp8_base fp8_scaled: --quantize fp8
-quantize_te qtype_te fp8_vl: --quantize_text_encoder fp8
-blocks_to_swap musubi_blocks_to_swap: --offload (as many blocks)
-low_vram layer_offloading enable_model_cpu_offload: --offload all
-deepspeed: --fsdp
-cpu: --device cpu
-gpu gpus gpu_ids: --device cuda:1
-vae_encoder_device: --vae_device
-network_weights init_lora lora lora_path lora_checkpoint load_lora pretrained_weight: --pretrained_lora
-adapter lora_path load_lora lora_weight lora_weights lora_model: --lora
-lora_multiplier network_multiplier strength lora_strength: --lora_scale
-resume_from_checkpoint: --resume
-checkpointing_steps save_every_n_steps save_steps: --save_every
-checkpoints_total_limit max_step_saves_to_keep: --keep
-validation_step_interval sample_every_n_steps validation_steps sample_steps: --sample_every
-dry_run: --plan
-report_to log_with wandb: --tracker wandb
-output output_path save_path out_dir output_dir o: --out
-output_dir output output_path save_path out save_dir output_name training_folder name run_name: --out_dir
-i input input_image image_path image_paths control_image_path prompt_image ctrl_img_1: --image
-p: --prompt
-neg: --negative_prompt
-steps infer_steps sample_steps: --num_inference_steps
-cfg cfg_scale guidance_scale: --true_cfg_scale
-flow_shift: --shift
-num_images num_samples num_images_per_prompt n: --seed 0 1 2 (makes three)
-data from_file: --jobs
-before control_path control_dir control_directory control_images: --control
-after target_path target_dir: --target
-config config_file dataset_config: no config files; python tools/import_data.py CONFIG OUT prints the flags of yours
-trigger_word instance_prompt caption captions prompt: write it into the captions, NAME.txt beside each target
-validation_prompt validation_prompts sample_prompts: validations draw the pairs of --val_data, with their captions
-flip_x random_flip center_crop: pictures stay as they are; changes/mirror.diff mirrors pairs
-noise_offset min_snr_gamma snr_gamma: for models that predict noise; leave it out
-use_gradient_checkpointing use_gradient_checkpointing_offload: automatic here; leave it out
-num_gpus num_processes: torchrun --nproc_per_node=N as many as you say
-sampler scheduler sample_solver: the model's own; --shift and --sigmas change it
-merge_lora base_lora base_weights: python tools/convert_lora.py --to model, then --transformer
-push_to_hub hub_model_id: hf upload YOU/NAME OUT_DIR, when it is trained
-model_type model_version network_module arch sdpa xformers flash_attn enable_bucket: not needed here; leave it out
-cache_latents cache_latents_to_disk cache_text_embeddings save_state: always done here; leave it out
-dataloader_num_workers max_data_loader_n_workers num_workers workers: not needed here; leave it out
-gradient_checkpointing= gradient_checkpointing=true: a number of blocks (0: off), or leave it out: it is automatic
-offload=: all, or a number of blocks
-timestep_sampling=shift: qwen_shift (its shift follows the picture's size)
-timestep_sampling=sigmoid timestep_sampling=lognorm: logit_normal
-lr_scheduler=cosine_with_restarts: cosine (it falls once)
-quantize=4bit quantize=int4 quantize_text_encoder=4bit quantize_text_encoder=int4: nf4
-quantize=true quantize_text_encoder=true: fp8"""
 # Flags and places whose value is a name. An empty one, of an unset shell variable, would mean the current folder.
 NAMES = "image|jobs|json|model|transformer|sample_lora|(.*_)?(data|dataset|dir)|out|align|source|results|run"
 FLAG = re.compile(r"(--?|[\u2010-\u2015\u2212]+)[A-Za-z]\S*$") # a word processor makes a long dash of two short ones
-
-def meant_by(name, own):
-    """-> what a name of OTHER_NAMES, or a misspelt one, is here, such as "--lr"; "" if nothing is near. own: {--name:
-    how the script takes it}. Of several rows those count whose flag is one of these."""
-    if f"--{name}" in own:
-        return own[f"--{name}"]
-    rows = [row.split(": ", 1) for row in OTHER_NAMES.strip().splitlines()]
-    answers = [answer for names, answer in rows if name in names.split()]
-    meant = [answer for answer in answers if not answer.startswith("--") or answer.split()[0] in own]
-    if meant:
-        return " or ".join(meant)
-    return closest(f"--{name}", own, 0.8) or "" # a bolder guess would name --max_tokens for --max_steps
-
-def explain(message, parser):
-    """What argparse says of a command line -> the same, with what may be meant. Unknown flags come first: what they
-    are meant to be explains what else is missing, or too much."""
-    known = parser._option_string_actions
-    own = dict(zip(known, known))
-    for action in parser._actions:
-        if not action.option_strings:
-            own[f"--{action.dest}"] = "give its value alone, without a flag"
-    unknown = []
-    for word in sys.argv[1:]:
-        flag = word.partition("=")[0]
-        if flag in known or not FLAG.match(word) or NEGATIVE.match(word):
-            continue
-        name = re.sub(r"^\W+", "", flag).replace("-", "_").lower()
-        meant = meant_by(name, own) or f"see {parser.prog} -h"
-        if meant.startswith("--"):
-            meant = f"here {meant}"
-        unknown.append(f"{flag}: unknown; {meant}")
-    if unknown:
-        return "; ".join(dict.fromkeys(unknown))
-    if message.startswith("unrecognized arguments: "):
-        words = message.partition(": ")[2]
-        return f"{words[:200]!r}: belongs to no flag; put a text in quotes, a file behind its flag"
-    if found := re.match(r"(--\w+): (?:expected|invalid \w+(?: value)?: '(.*?)')", message):
-        flag, value = found.groups("")
-        choices = {str(choice): choice for choice in known[flag].choices or ()}
-        meant = meant_by(f"{flag[2:]}={value}", {}) or closest(value, choices, 0.5)
-        if choices and not meant:
-            meant = "one of " + ", ".join(choices)
-        if meant:
-            message = message.split(" (choose")[0] # argparse lists the choices, too
-            return f"{message}; give {meant}"
-    return message if ";" in message else f"{message}; see {parser.prog} -h"
 
 def add_model_flags(parser):
     """The flags that all scripts share."""
@@ -446,3 +323,129 @@ def check_text(where, prompt):
 
 def is_index(root):
     return Path(root).suffix == ".json"
+
+# ---- what an unknown flag means --------------------------------------------------------------------------------------
+
+# Other trainers' names -> ours. A row is "their names: our flag (what differs)", or what to do where no flag of ours
+# stands for it. NAME=VALUE is a value of our flag in their words, NAME= our flag without one.
+OTHER_NAMES = """
+learning_rate: --lr
+r rank network_dim linear: --lora_rank
+alpha linear_alpha network_alpha: --lora_alpha
+dropout network_dropout: --lora_dropout
+network_args network_kwargs target_modules lora_target_modules flux_lora_target: --lora_targets
+steps max_train_steps num_steps: --max_steps
+epochs num_epochs num_train_epochs max_train_epochs: --max_steps (epochs x pairs / --batch_size)
+train_batch_size batch bs: --batch_size
+gradient_accumulation_steps gradient_accumulation: --batch_size (your batch times the accumulation)
+optimizer_type: --optimizer (the class, such as torch.optim.AdamW)
+use_8bit_adam: --optimizer bitsandbytes.optim.AdamW8bit
+betas adam_beta1 adam_beta2: --optimizer_args betas=[0.9,0.99]
+lr_warmup_steps: --warmup_steps
+use_ema ema_decay: --ema 0.99
+flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme: --timestep_sampling
+diff_output_preservation: --preserve 0.1 (a share of the samples)
+dataset dataset_path train_data_dir dataset_base_path folder_path image_dir instance_data_dir reg_data d: --data
+image: --data (the folder of all pairs)
+dataset_repeat num_repeats: --repeats
+val validation_data val_dir: --val_data
+resolution image_size max_pixels target size height width: --target_pixels 1024x1024 (an area, not a side)
+bucket_no_upscale: --no-upscale
+pretrained_model_name_or_path name_or_path m: --model
+dit: --transformer
+mixed_precision precision bf16 full_bf16 fp16: --dtype bfloat16
+quant_options base_model_precision qtype fp8_base fp8_scaled: --quantize fp8
+quantize_te qtype_te fp8_vl: --quantize_text_encoder fp8
+blocks_to_swap musubi_blocks_to_swap: --offload (as many blocks)
+low_vram layer_offloading enable_model_cpu_offload: --offload all
+deepspeed: --fsdp
+cpu: --device cpu
+gpu gpus gpu_ids: --device cuda:1
+vae_encoder_device: --vae_device
+network_weights init_lora lora lora_path lora_checkpoint load_lora pretrained_weight: --pretrained_lora
+adapter lora_path load_lora lora_weight lora_weights lora_model: --lora
+lora_multiplier network_multiplier strength lora_strength: --lora_scale
+resume_from_checkpoint: --resume
+checkpointing_steps save_every_n_steps save_steps: --save_every
+checkpoints_total_limit max_step_saves_to_keep: --keep
+validation_step_interval sample_every_n_steps validation_steps sample_steps: --sample_every
+dry_run: --plan
+report_to log_with wandb: --tracker wandb
+output output_path save_path out_dir output_dir o: --out
+output_dir output output_path save_path out save_dir output_name training_folder name run_name: --out_dir
+i input input_image image_path image_paths control_image_path prompt_image ctrl_img_1: --image
+p: --prompt
+neg: --negative_prompt
+steps infer_steps sample_steps: --num_inference_steps
+cfg cfg_scale guidance_scale: --true_cfg_scale
+flow_shift: --shift
+num_images num_samples num_images_per_prompt n: --seed 0 1 2 (makes three)
+data from_file: --jobs
+before control_path control_dir control_directory control_images: --control
+after target_path target_dir: --target
+config config_file dataset_config: no config files; python tools/import_data.py CONFIG OUT prints the flags of yours
+trigger_word instance_prompt caption captions prompt: write it into the captions, NAME.txt beside each target
+validation_prompt validation_prompts sample_prompts: validations draw the pairs of --val_data, with their captions
+flip_x random_flip center_crop: pictures stay as they are; changes/mirror.diff mirrors pairs
+noise_offset min_snr_gamma snr_gamma: for models that predict noise; leave it out
+use_gradient_checkpointing use_gradient_checkpointing_offload: automatic here; leave it out
+num_gpus num_processes: torchrun --nproc_per_node=N as many as you say
+sampler scheduler sample_solver: the model's own; --shift and --sigmas change it
+merge_lora base_lora base_weights: python tools/convert_lora.py --to model, then --transformer
+push_to_hub hub_model_id: hf upload YOU/NAME OUT_DIR, when it is trained
+model_type model_version network_module arch sdpa xformers flash_attn enable_bucket: not needed here; leave it out
+cache_latents cache_latents_to_disk cache_text_embeddings save_state: always done here; leave it out
+dataloader_num_workers max_data_loader_n_workers num_workers workers: not needed here; leave it out
+gradient_checkpointing= gradient_checkpointing=true: a number of blocks (0: off), or leave it out: it is automatic
+offload=: all, or a number of blocks
+timestep_sampling=shift: qwen_shift (its shift follows the picture's size)
+timestep_sampling=sigmoid timestep_sampling=lognorm: logit_normal
+lr_scheduler=cosine_with_restarts: cosine (it falls once)
+quantize=4bit quantize=int4 quantize_text_encoder=4bit quantize_text_encoder=int4: nf4
+quantize=true quantize_text_encoder=true: fp8"""
+
+def meant_by(name, own):
+    """-> what a name of OTHER_NAMES, or a misspelt one, is here, such as "--lr"; "" if nothing is near. own: {--name:
+    how the script takes it}. Of several rows those count whose flag is one of these."""
+    if f"--{name}" in own:
+        return own[f"--{name}"]
+    rows = [row.split(": ", 1) for row in OTHER_NAMES.strip().splitlines()]
+    answers = [answer for names, answer in rows if name in names.split()]
+    meant = [answer for answer in answers if not answer.startswith("--") or answer.split()[0] in own]
+    if meant:
+        return " or ".join(meant)
+    return closest(f"--{name}", own, 0.8) or "" # a bolder guess would name --max_tokens for --max_steps
+
+def explain(message, parser):
+    """What argparse says of a command line -> the same, with what may be meant. Unknown flags come first: what they
+    are meant to be explains what else is missing, or too much."""
+    known = parser._option_string_actions
+    own = dict(zip(known, known))
+    for action in parser._actions:
+        if not action.option_strings:
+            own[f"--{action.dest}"] = "give its value alone, without a flag"
+    unknown = []
+    for word in sys.argv[1:]:
+        flag = word.partition("=")[0]
+        if flag in known or not FLAG.match(word) or NEGATIVE.match(word):
+            continue
+        name = re.sub(r"^\W+", "", flag).replace("-", "_").lower()
+        meant = meant_by(name, own) or f"see {parser.prog} -h"
+        if meant.startswith("--"):
+            meant = f"here {meant}"
+        unknown.append(f"{flag}: unknown; {meant}")
+    if unknown:
+        return "; ".join(dict.fromkeys(unknown))
+    if message.startswith("unrecognized arguments: "):
+        words = message.partition(": ")[2]
+        return f"{words[:200]!r}: belongs to no flag; put a text in quotes, a file behind its flag"
+    if found := re.match(r"(--\w+): (?:expected|invalid \w+(?: value)?: '(.*?)')", message):
+        flag, value = found.groups("")
+        choices = {str(choice): choice for choice in known[flag].choices or ()}
+        meant = meant_by(f"{flag[2:]}={value}", {}) or closest(value, choices, 0.5)
+        if choices and not meant:
+            meant = "one of " + ", ".join(choices)
+        if meant:
+            message = message.split(" (choose")[0] # argparse lists the choices, too
+            return f"{message}; give {meant}"
+    return message if ";" in message else f"{message}; see {parser.prog} -h"

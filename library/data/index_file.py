@@ -33,7 +33,6 @@ def row_of(sample):
     return row | dict(repeats=sample.repeats, contents=sample.contents, sizes=sample.sizes,
                       prompt_sizes=sample.prompt_sizes, encodings=sample.encodings, texts=texts)
 
-
 def write_index(path, samples, geometry, fingerprints, roots=()):
     """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone, and that
     of other datasets (roots), or other sizes, is not replaced in silence. Files are named relative to the index's
@@ -56,7 +55,6 @@ def write_index(path, samples, geometry, fingerprints, roots=()):
                 tell(f"warning: {path}: replaces the index of {len(old['samples'])} samples with other {what} "
                      f"({str(old[what]):.300}); give another --cache_dir to keep both", file=sys.stderr)
     common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
-
 
 def read_index(path):
     """-> ([Planned], geometry, fingerprints of the encoders, the folders or manifests that were encoded). InputError if
@@ -88,7 +86,6 @@ def read_index(path):
                 stray_files.refuse_outside(encoded["file"], path.parent)
     return samples, index["geometry"], index["models"], index["roots"]
 
-
 # ---- what a field may hold -------------------------------------------------------------------------------------------
 
 def fits(value, form):
@@ -109,7 +106,6 @@ def fits(value, form):
         known = isinstance(value, dict) and value.keys() <= form.keys()
         return known and all(fits(value.get(name), form[name]) for name in form)
     return type(value) is form
-
 
 TABLE = 4096 # rotary positions of a side, and of a text (rope_patch.ROPE_TABLE, which would import torch)
 NONE = type(None)
@@ -138,7 +134,6 @@ SAMPLE = dict( # and the fields of overlay_roles
     prompt_sizes=SIZES,
     encodings=[dict(file=LATENTS, img_shapes=[[range(1, 2), SIDE, SIDE]], mask=(NONE, re.compile(b"auto")))],
     texts=[[str, bool, dict(file=TEXT, tokens=range(1, TABLE + 1))]])
-
 
 def read_row(row, folder):
     """What row_of makes -> Planned, with files in this folder. ValueError unless each field holds what
@@ -171,7 +166,6 @@ def read_row(row, folder):
             raise ValueError(f"a text is longer than {left} tokens, or a side is too long")
     return sample
 
-
 def check_tensors(tensors, sample, encoded):
     """InputError unless what was read of a file is what the index, or the plan, says of it. encoded: one of
     sample.encodings, or of the values of sample.texts."""
@@ -193,7 +187,6 @@ def check_tensors(tensors, sample, encoded):
     check_rows(tensors, file, rows, [64])
     check_rows(tensors, file, masks, [])
 
-
 def check_rows(tensors, file, rows, columns=None):
     """InputError unless these tensors of a file have so many rows: {name: rows}. columns: [how many they have], which
     may be any number; [] for a number in each row."""
@@ -204,7 +197,6 @@ def check_rows(tensors, file, rows, columns=None):
         if shape != [count, *rest] or not found.is_floating_point():
             raise InputError(f"{file}: {name} is {shape or 'missing'}, and {count} rows of floats are wanted; delete "
                              "this file, and run cache.py again")
-
 
 def open_index(path, fingerprints, texts_of, args):
     """read_index -> (samples, geometry). InputError if other encoders have encoded them than those of these
@@ -230,7 +222,6 @@ def open_index(path, fingerprints, texts_of, args):
              f"instance {changed[0]}; it trains what was encoded; run cache.py again for the others", file=sys.stderr)
     return samples, geometry
 
-
 def changed_since(samples, roots):
     """-> names of samples that are new, gone, or have other captions, as far as the datasets are here. (New are also
     those that --skip_bad had left out.)"""
@@ -242,7 +233,6 @@ def changed_since(samples, roots):
             names.add(dataset.root_name(root))
     keys = sorted(here.keys() | encoded.keys())
     return [name for root, name in keys if root in names and here.get((root, name)) != encoded.get((root, name))]
-
 
 def edited_pictures(samples, cache_dir):
     """-> the pictures of these samples that were edited since they were encoded, as far as they are here."""

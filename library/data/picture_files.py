@@ -450,7 +450,6 @@ Image.core.set_block_size(2**26)
 # as large as may be. Whatever needs more, such as a pair of the largest, is read alone.
 MOST = MAX_PIXELS * 3 // 2
 
-
 @functools.cache
 def pixels_that_fit():
     """Those that half of the memory holds that is free at the first picture."""

@@ -22,7 +22,6 @@ OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; a person
 FORM = 5 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
 SETTLED = 2 * 10**9 # ns: a file that changes twice within one tick of its disk's clock (2 s on FAT) keeps its times
 
-
 def remember_by_stat(paths, read, memory):
     """-> a function like read(path), but one that knows the answers for these paths: from the file `memory`, or read
     now by threads. Answers are what JSON holds. It raises read's InputErrors only when it is asked."""
@@ -56,7 +55,6 @@ def remember_by_stat(paths, read, memory):
             write_memory(memory, read_memory(memory) | fresh)
     return lambda path: known.get(path) or read(path)
 
-
 def stat_of(path):
     """[length in bytes, time of the last change of the content, and of the file: ns, its number on the disk], or None
     if it is not there. The second time also changes if another file of the same length and age is moved here; the
@@ -66,7 +64,6 @@ def stat_of(path):
     except OSError:
         return None
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
 
 def read_memory(path):
     """{absolute path: (stamp, what was found out)}, or {} if there is none, or one that is damaged or not ours. A cache
@@ -80,10 +77,8 @@ def read_memory(path):
                 return remembered
     return {}
 
-
 def digest_of(text):
     return hashlib.sha256(f"{FORM}\n{text}".encode()).hexdigest()
-
 
 def write_memory(path, remembered):
     text = json.dumps(remembered, sort_keys=True)

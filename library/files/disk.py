@@ -20,14 +20,12 @@ def rename_folder(folder, place):
         common.refuse_to_replace(place)
         raise disk_error(place, e, "this disk cannot rename folders")
 
-
 def delete(file, why, remedy):
     """Deletes a file of a cache. why: what is wrong with it; InputError if that cannot be done."""
     try:
         file.unlink(missing_ok=True)
     except OSError as e:
         raise InputError(f"{file}: {why}, and cannot be deleted ({os_reason(e)}); {remedy}")
-
 
 def try_out(folder, append=False):
     """Makes the folder, and does there what will be done: write a file, replace it, delete it; append to it. InputError
@@ -48,7 +46,6 @@ def try_out(folder, append=False):
     except OSError as e:
         raise disk_error(folder, e, what)
 
-
 def try_renames(out, place):
     """InputError, about this place, on a disk that cannot rename folders with something in them, for a tool that will
     do that at its end, to `out`."""
@@ -64,7 +61,6 @@ def try_renames(out, place):
         raise disk_error(place, e, what)
     finally:
         shutil.rmtree(trial, ignore_errors=True)
-
 
 def try_cache(args):
     """Says at the start whether the cache can be written. One that cannot serves if it is complete, which the plan will

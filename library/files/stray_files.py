@@ -81,11 +81,9 @@ JUNK = re.compile(r"""(?xi)
 POINTER = re.compile(rb"version https://git-lfs|/annex/objects/") # in the place of a file that was not fetched
 NAMED = 2 # files in a line
 
-
 def is_junk(name):
     """Whether a file or folder of this name is none of a person's."""
     return bool(JUNK.fullmatch(name))
-
 
 def kind_of(path):
     """A file -> one of KINDS, or "link" for one that leads nowhere, or "unknown"."""
@@ -93,40 +91,33 @@ def kind_of(path):
         return kind
     return "link" if is_broken(path) else "unknown"
 
-
 def listed(folder, pattern):
     """-> what glob finds in a folder, sorted, without junk."""
     return [path for path in sorted(folder.glob(pattern)) if not is_junk(path.name)]
 
-
 def is_broken(path):
     return os.path.islink(path) and not os.path.exists(path)
-
 
 def why_gone(path):
     """Why nothing is at this path, and what to do; None if there is no special reason."""
     if is_broken(path):
         return "a link that leads nowhere; mount what it should lead to, or delete it"
 
-
 def near_path(path):
     """What to do about a path where nothing is: "give photos" for photo, if photos is there."""
     meant = common.near_file(Path(path))
     return f"give {common.shell_command([meant])}" if meant else "check the name"
-
 
 def why_not(path):
     """-> an error line for a link."""
     why = why_gone(path) or "a link to a folder, which is not followed; put the folder itself there, or delete it"
     return common.error_line(f"{path}: not used: {why}")
 
-
 def refuse_pointer(path, data):
     """InputError if a file's first bytes are those of git, which has the file itself elsewhere."""
     if POINTER.match(data):
         raise InputError(f"{path}: a pointer of git lfs or git annex, not the file itself; fetch that: git lfs "
                          "pull, or git annex get")
-
 
 @functools.lru_cache(64)
 def spellings(folder, changed):
@@ -135,7 +126,6 @@ def spellings(folder, changed):
     for name in sorted(os.listdir(folder)):
         found.setdefault(unicodedata.normalize("NFC", name), []).append(name)
     return found
-
 
 def on_disk(path):
     """A path as the disk spells it: macOS and its archives take letters apart (NFD), which others write as one (NFC). A
@@ -153,11 +143,9 @@ def on_disk(path):
                          "them")
     return folder / (names[0] if names else path.name)
 
-
 def is_named_picture(path):
     """By its suffix, also of a kind that is not read."""
     return KINDS.get(path.suffix.lower()) in ("picture", "other") and path.is_file()
-
 
 def seen_from(folder, path):
     """A path as seen from a folder: the same text on each system. What lies on another drive of Windows is whole."""
@@ -167,11 +155,9 @@ def seen_from(folder, path):
         pass
     return Path(path).as_posix()
 
-
 def first_of(names):
     more = ", ..." if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
-
 
 def sort_out(folder, found):
     """Takes all but captions and pictures out of `found`: {(..., kind): paths}, as find_files has it -> error

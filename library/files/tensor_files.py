@@ -122,7 +122,6 @@ def judge(path, tensors, text, fix, note):
         fix = f"it is damaged: take another copy; or, if you have changed it on purpose, use what this makes: {words}"
     raise InputError(f"{path}: content does not match its digest; {fix}")
 
-
 def is_changed(written, found):
     """Whether the rows of a file's tensors, or of its notes, differ from those that were written by more than a flipped
     bit, in one of these or in the header that they are made from. It cannot alter how many there are."""

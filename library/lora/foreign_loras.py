@@ -56,7 +56,6 @@ FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
 MOST_WIDTH = 20_000 # no layer of Qwen-Image has more inputs or outputs; a product of two small matrices could
 
-
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 @functools.cache
@@ -67,7 +66,6 @@ def layer_names():
                                             axes_dims_rope=(4, 6, 6), joint_attention_dim=8)
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return {name.replace(".", "_"): name for name in names}
-
 
 def find_layer(text):
     """A layer's name as its trainer writes it -> ours, or None."""
@@ -81,7 +79,6 @@ def find_layer(text):
         return layer_names().get(flat)
     name = layer_names().get(flat.replace(f"_{block[1]}_", "_0_", 1))
     return name and name.replace(".0.", f".{int(block[1])}.", 1)
-
 
 def group_by_layer(file, tensors):
     """{name: tensor} -> {layer: {A, B, alpha, lokr_w1, ...: tensor}}. InputError says what is no LoRA of Qwen-Image."""
@@ -116,7 +113,6 @@ def group_by_layer(file, tensors):
                          f"Qwen-Image's linear layers, for instance {unknown[0]}{words}")
     return layers
 
-
 def refuse_no_lora(file, tensors):
     """InputError for a file without a LoRA's matrices."""
     if any(re.search(r"transformer_blocks\.\d+\.attn\.add_q_proj\.(weight|bias)$", key) for key in tensors):
@@ -125,14 +121,12 @@ def refuse_no_lora(file, tensors):
     words = f"but {what}" if what else f"(a tensor of it: {min(tensors, default='none')})"
     raise lora_error(file, f"it holds no LoRA {words}")
 
-
 def as_number(text):
     """A flat header's text as a number; as it is, if it is none."""
     try:
         return float(text)
     except ValueError:
         return text
-
 
 def flat_config(header, names):
     """A flat header's alpha and rank -> as peft's config; {} without an alpha."""
@@ -142,11 +136,9 @@ def flat_config(header, names):
     config = dict(lora_alpha=alphas[0], use_rslora=header.get("use_rslora")) if alphas else {}
     return config | dict(r=ranks[0]) if alphas and ranks else config
 
-
 def is_peft_s(file, tensors):
     """Whether a file is one of peft's own, which has its config beside it."""
     return file.name == PEFT_FILE or any(key.startswith("base_model.model.") for key in tensors)
-
 
 def read_configs(file, header, tensors):
     """-> [(where, config)] of diffusers' entry in the header, ours, and peft's config beside the file. InputError if
@@ -175,7 +167,6 @@ def read_configs(file, header, tensors):
             configs.append((where, config))
     return configs
 
-
 def find_scales(file, header, tensors, configs):
     """-> [(where, a config that says alpha)] but for the tensors' own. configs: read_configs'."""
     sources = [*configs, ("alpha in its header", flat_config(header, FLAT))]
@@ -194,7 +185,6 @@ def find_scales(file, header, tensors, configs):
         warn_once(f"warning: {file}: has peft's names, and {PEFT_CONFIG}, which tells its scale, is not beside it; "
                   "alpha is taken for the rank")
     return sources
-
 
 def scale_of(layer, parts, rank, configs):
     """-> the scale of a layer. ValueError if two sources differ. rank: of a LoRA's matrices, or None."""
@@ -218,7 +208,6 @@ def scale_of(layer, parts, rank, configs):
         raise ValueError(f"two sources tell different scales of {layer}: {words}")
     return values[0] if values else 1.0
 
-
 # ---- LoKr: another form of a change of the weights -------------------------------------------------------------------
 # A LoKr adds the Kronecker product of two small matrices to a weight, which may have a high rank. The nearest LoRA of a
 # rank is the first part of the singular value decomposition (Eckart and Young 1936): that of a Kronecker product is the
@@ -240,13 +229,11 @@ def decompose(factors, rank):
     size = s.square().sum().item()
     return u, s[largest], v, max(0, size - s[largest].square().sum().item()), size
 
-
 def svd_of_product(a, b):
     """-> U, S, V of a @ b, without that matrix, which two narrow ones can make as large as they like."""
     (q_a, r_a), (q_b, r_b) = torch.linalg.qr(a), torch.linalg.qr(b.T)
     u, s, v = torch.linalg.svd(r_a @ r_b.T, full_matrices=False)
     return q_a @ u, s, v @ q_b.T
-
 
 def refuse_large(f):
     """ValueError for a change of more outputs or inputs than a layer has."""
@@ -257,11 +244,9 @@ def refuse_large(f):
     if max(outputs, inputs) > MOST_WIDTH:
         raise ValueError(f"{outputs:,} outputs and {inputs:,} inputs, and no layer has more than {MOST_WIDTH:,}")
 
-
 def relative_error(lost, size):
     """-> how far a change of the weights is off, as a share of it. lost, size: both squared."""
     return math.sqrt(lost / max(size, 1e-300))
-
 
 def error_in_words(off):
     """{layer: (lost, size) for relative_error} -> the relative error of all layers, and in words."""
@@ -269,11 +254,9 @@ def error_in_words(off):
     worst, layer = max((relative_error(*errors), layer) for layer, errors in off.items())
     return mean, f"{mean:.2%} off, at worst {worst:.2%} ({layer})"
 
-
 def is_lokr(header):
     """Whether a file with this header is a LoKr."""
     return "lokr_" in " ".join(header)
-
 
 # ---- to one form -----------------------------------------------------------------------------------------------------
 
@@ -313,7 +296,6 @@ def convert(file, header, tensors, rank):
                   f"{without[0]}; theirs is taken for the rank, as ComfyUI does")
     return state, alpha_meta(alphas) | train
 
-
 def to_lora(layer, parts, rank, configs):
     """A layer's tensors -> (lora_A (r, inputs), lora_B (outputs, r), alpha, (lost, size) for relative_error).
     ValueError says what is wrong."""
@@ -338,7 +320,6 @@ def to_lora(layer, parts, rank, configs):
         raise ValueError(f"{layer} has matrices of different ranks, {list(a.shape)} and {list(b.shape)}")
     return a, b, scale_of(layer, parts, len(a), configs) * len(a), (0, 0)
 
-
 def to_matrix(layer, name, tensor):
     """A matrix of fp32, fp16 or bf16; some programs write those of a linear layer as of a 1x1 convolution."""
     if tensor.ndim == 4 and tensor.shape[2:] == (1, 1):
@@ -350,7 +331,6 @@ def to_matrix(layer, name, tensor):
     if not tensor.isfinite().all():
         raise ValueError(f"NaN or Inf in {layer} ({name}): its training diverged")
     return tensor.contiguous()
-
 
 def alpha_meta(alphas):
     """{layer: alpha} -> diffusers' metadata: the most frequent one, and one pattern for each other."""

@@ -28,7 +28,6 @@ MOST_TENSORS, MOST_LETTERS = 20_000, 500
 MOST_BYTES = 2**35 # of all matrices: rank 512 of all layers in fp32 has half of that
 LARGE = 2**30 # bytes: a larger file is not read before all names of its tensors are known
 
-
 @dataclass
 class Lora:
     """A LoRA in memory: what was hashed and checked is what is used, so a file that changes later does not matter."""
@@ -40,7 +39,6 @@ class Lora:
     state: dict
     # as diffusers has them: transformer.lora_alpha, transformer.alpha_pattern; and our own entries, train.NAME
     meta: dict
-
 
 def read_lora(path, rank=64, unchecked=False):
     """What find_lora takes -> Lora. rank: of what is made of a LoKr. unchecked: a file of ours may have another digest
@@ -61,7 +59,6 @@ def read_lora(path, rank=64, unchecked=False):
     check_geometry(lora)
     warn_no_effect(lora)
     return lora
-
 
 def read_bytes(file):
     """-> (the bytes of a LoRA's file, its header as tensor_files.read_header has it). InputError says what it is
@@ -89,10 +86,8 @@ def read_bytes(file):
         f.seek(0)
         return f.read(), header
 
-
 def refuse_file(file, reason):
     tensor_files.refuse_other_kind(file, reason, functools.partial(lora_error, file), "give a LoRA in .safetensors")
-
 
 def refuse_header(header):
     """ValueError for more tensors, or longer names, than a LoRA has, before a regex sees them; and for larger matrices,
@@ -111,7 +106,6 @@ def refuse_header(header):
             if max(shape, default=0) > foreign_loras.MOST_WIDTH or total > MOST_BYTES:
                 raise ValueError(f"its matrices are larger than a LoRA's ({key} is {shape})")
 
-
 def load_tensors(file, data):
     """-> {name: tensor}, sorted, as a file has any order."""
     try:
@@ -120,7 +114,6 @@ def load_tensors(file, data):
         refuse_file(file, first_words(e))
     except Exception as e: # a dtype that torch lacks
         raise lora_error(file, f"its tensors cannot be read ({first_words(e)})")
-
 
 # ---- what a LoRA tells -----------------------------------------------------------------------------------------------
 
@@ -139,7 +132,6 @@ def check_geometry(lora):
         if area != "native" and (type(area) is not int or not 32 * 32 <= area <= MAX_PIXELS):
             raise lora_error(lora.path, f"{name} {words_of(area)} of train.geometry in its header is no area")
 
-
 def warn_no_effect(lora):
     """A line for a LoRA that changes nothing, or does the opposite of what was trained."""
     alphas = [lora.meta["transformer.lora_alpha"], *lora.meta["transformer.alpha_pattern"].values()]
@@ -152,7 +144,6 @@ def warn_no_effect(lora):
         warn_once(f"warning: {lora.path}: has a negative alpha, {min(alphas):g}, so it does the opposite of what was "
                   "trained")
 
-
 def matrices_of(lora):
     """-> {layer: [lora_A (r, inputs), lora_B (outputs, r)]}."""
     state = lora.state
@@ -161,7 +152,6 @@ def matrices_of(lora):
     for layer in layers:
         matrices[layer] = [state[f"transformer.{layer}.lora_{half}.weight"] for half in "AB"]
     return matrices
-
 
 def config_of(lora):
     """-> LoraConfig's arguments: layers and ranks are those of the tensors, alpha is the metadata's, or else the
@@ -178,11 +168,9 @@ def config_of(lora):
                       alpha_pattern=lora.meta["transformer.alpha_pattern"])
     return config
 
-
 def with_prefix(prefix, named):
     """{name: value} -> {prefix.name: value}."""
     return {f"{prefix}.{name}": value for name, value in named.items()}
-
 
 # ---- writing: files for use, which say by their tensors alone what they change ---------------------------------------
 
@@ -256,7 +244,6 @@ ARCHITECTURES = {"Qwen-Image-Edit": ("QwenImageEditPipeline", False),
                  "Qwen-Image-Edit-Plus": ("QwenImageEditPlusPipeline", False),
                  "Qwen-Image-Edit-2511": ("QwenImageEditPlusPipeline", True)}
 
-
 def base_of(model, transformer, folder, transformer_folder):
     """-> what a LoRA's file says of its base: the flags --model and --transformer, the pipeline's class, and whether
     the transformer is that of a 2511. The folders are --model's, and find_transformer's."""
@@ -264,7 +251,6 @@ def base_of(model, transformer, folder, transformer_folder):
     index, config = [json.loads(file.read_bytes()) for file in files] # which cache.find_model has looked at
     named = dict(model=model, transformer=transformer) if transformer else dict(model=model)
     return named | dict(pipeline=index["_class_name"], zero_cond_t=bool(config.get("zero_cond_t")))
-
 
 def warn_other_base(loras, here):
     """A line for each Lora that was trained on a base of another kind, as far as it tells. here: base_of's."""
@@ -276,7 +262,6 @@ def warn_other_base(loras, here):
             warn_once(f"warning: {lora.path}: was trained on {name_of(trained | kind)}; here is {name_of(here)}, which "
                       "gets its pictures, or their noise level, in another way, so the LoRA may do less, or something "
                       "else")
-
 
 def training_of(lora):
     """-> what a LoRA tells of its base: base_of's entries, as far as they are of the right kind: a foreign header may
@@ -290,7 +275,6 @@ def training_of(lora):
         if isinstance(value, kind):
             training[name] = value
     return training
-
 
 def name_of(base):
     """A model in words: its name, and which of the pipelines it has."""

@@ -31,7 +31,6 @@ class LoraLinear(lora.Linear): # a class because peft takes one in the place of 
         result_2d = torch.addmm(result.flatten(0, -2), narrow.flatten(0, -2), b.T, alpha=self.scaling["default"])
         return result_2d.view_as(result)
 
-
 def share_casts(blocks):
     """Registers hooks on the blocks whose LoRA layers (those with an attribute `cast`) take part."""
     for block in blocks:
@@ -40,7 +39,6 @@ def share_casts(blocks):
             block.register_forward_pre_hook(partial(cast, layers))
             # also when recomputation stops a block halfway, which it does by an exception
             block.register_forward_hook(partial(forget, layers), always_call=True)
-
 
 def cast(layers, block, args):
     dtype = block.attn.norm_q.weight.dtype # (a quantized layer's would be int8)
@@ -51,7 +49,6 @@ def cast(layers, block, args):
     parts = iter(flat.split([w.numel() for pair in weights for w in pair]))
     for layer, pair in zip(layers, weights):
         layer.cast = [next(parts).view_as(w) for w in pair]
-
 
 def forget(layers, block, args, output):
     for layer in layers:

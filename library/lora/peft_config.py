@@ -38,15 +38,12 @@ CHANGES = dict(peft_type="lora lokr", init_lora_weights="true gaussian orthogona
                                ""))
 NOTHING = "none null false 0 {} []".split() # as a flat header says that a field is not set
 
-
 def lora_error(file, what, remedy="take another file"):
     return InputError(f"{file}: cannot be used as a LoRA: {what}; {remedy}")
-
 
 def words_of(value):
     """What a file says, for an error line: a number, the beginning of a text, or else what it is."""
     return f"{value!r:.60}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
-
 
 def refuse_changes(file, where, config):
     """InputError for what makes a file no plain LoRA. config: {a field of LoraConfig, maybe behind a prefix: its value,
@@ -61,7 +58,6 @@ def refuse_changes(file, where, config):
                              "alone change the published model", "have its trainer save it as one (of PiSSA and its "
                              "kin by peft's path_initial_model_for_weight_conversion), or take another file")
 
-
 def warn_unknown(file, where, config):
     """A line for a field that is in none of the lists, such as a later peft's."""
     known = {*SCALE, *TRAINING, *CHANGES}
@@ -69,14 +65,12 @@ def warn_unknown(file, where, config):
         warn_once(f"warning: {file}: {where} says {unknown[0]:.60}, a field that is not known here; if that is "
                   "more than a note about the training, the LoRA does something else here")
 
-
 def number_of_file(value, what):
     """A number of a file. ValueError if it is a text, true, NaN or too large: a LoRA of infinite strength draws
     black."""
     if type(value) not in (int, float) or not abs(value) <= MOST_ALPHA: # (NaN, too)
         raise ValueError(f"{what} is {words_of(value)}, and no number up to {MOST_ALPHA:,.0f}")
     return value
-
 
 def read_patterns(patterns, what):
     """rank_pattern or alpha_pattern -> [(compiled regex, number)]: number_of_layer does what peft's get_pattern_key
@@ -98,14 +92,12 @@ def read_patterns(patterns, what):
         read.append((regex, number_of_file(value, f"{what} {pattern[:60]!r}")))
     return read
 
-
 def number_of_layer(patterns, layer, default):
     """The number of the first of read_patterns' patterns that fits this layer's name."""
     for pattern, value in patterns:
         if pattern.match(layer):
             return value
     return default
-
 
 def check_config(where, config, layers):
     """A config that says alpha, its patterns read, and use_rslora as true or false. rank_pattern is None if it cannot
@@ -129,7 +121,6 @@ def check_config(where, config, layers):
     if type(root) is not bool:
         raise ValueError(f"use_rslora of {where} is neither true nor false")
     return config | patterns | dict(use_rslora=root)
-
 
 def scale_of_layer(where, config, layer, rank):
     """The scale of a layer by peft's config, which stands at `where`. rank: the tensors', or None."""
@@ -156,7 +147,6 @@ def scale_of_layer(where, config, layer, rank):
 # olora, pissa, corda and loftq change W, and eva and lora_ga want calls that nobody makes here
 VALUES = dict(use_rslora=["true", "false"], init_lora_weights=["true", "false", '"gaussian"', '"orthogonal"'])
 
-
 def refuse_lora_args(fields):
     """Ends the script for an argument that a LoRA's file cannot hold, before anything slow. fields: {name: value}."""
     for field, value in fields.items():
@@ -170,7 +160,6 @@ def refuse_lora_args(fields):
                 raise ValueError(f"{field} names no layer, or has 0, with which a layer learns nothing")
         except ValueError as e:
             flag_error(f"--lora_args: {e}; give layers by the ends of their names, such as {{\"attn.to_q\": 8}}")
-
 
 def refuse_unused_args(fields, lora):
     """InputError for a pattern that fits no layer, which peft would ignore. lora: {name: parameter}."""

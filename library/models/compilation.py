@@ -18,7 +18,6 @@ elif not {"CC", "CXX"} & set(os.environ) and not any(map(shutil.which, ("g++", "
     raise InputError("--compile: found no C++ compiler; install g++ (on Windows Visual Studio's Build Tools), or leave "
                      "the flag out")
 
-
 def compile_blocks(blocks):
     # Where attention is not one kernel, a graph break splits a block into functions that are compiled one by one. torch
     # gives up on such a function for good once a variant of it has nothing to compute. The backward pass could then

@@ -68,7 +68,6 @@ def memory_of(device):
     used = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
     return used / 2**30
 
-
 def check_card(flag, device, dtype):
     """flag_error if a card is too old for this dtype (None: bfloat16 on a card), or if several have no way to speak
     with each other."""
@@ -80,10 +79,8 @@ def check_card(flag, device, dtype):
         flag_error(f"--{flag}: {torch.cuda.get_device_name(device)} has no bfloat16 attention; take an "
                    "Ampere card (A100, RTX 30xx) or a newer one, or --dtype float32")
 
-
 # -U, as pip takes the build without CUDA for the same version; the bound is that of requirements.txt
 CUDA_BUILD = 'pip install -U "torch<2.15" --index-url https://download.pytorch.org/whl/cu130'
-
 
 def refuse_cpu(args):
     """InputError if a large model would go to the CPU, in float32, only because no GPU can be used. (A machine without
@@ -97,13 +94,11 @@ def refuse_cpu(args):
                      f"{torch.version.cuda or '-'}; CUDA 13 needs driver 580 or newer, see nvidia-smi); update the "
                      "driver, install a torch that fits it, or give --device cpu")
 
-
 # {major compute capability: (the flash attention that torch can use there instead of its own FA2, the module that it
 # then loads, where to get that)}. Not on sm_120, where FA4 crashes (flash-attention issue 2860). PyPI's flash-attn-3 is
 # empty
 FASTER = {9: ("FA3", "flash_attn_interface", "flash-attn-3 (of download.pytorch.org/whl)"),
           10: ("FA4", "flash_attn.cute", "flash-attn-4")}
-
 
 def find_flash(capability):
     """-> "FA3" on Hopper, "FA4" on data centre Blackwell, if its package is installed; else None."""
@@ -117,9 +112,7 @@ def find_flash(capability):
     except Exception: # its __init__ fails: activate_flash will say how
         return impl
 
-
 NO_FLASH = "no flash attention in this torch (on Windows in none): attention one sample at a time, which is slower"
-
 
 def activate_flash(capability, newer=True):
     """Activates the fastest flash attention that can be loaded (newer=False: torch's own) -> words for the log."""
@@ -135,7 +128,6 @@ def activate_flash(capability, newer=True):
     if newer and capability[0] in FASTER and torch.version.hip is None: # (AMD's MI300 is a 9 too)
         return f"flash attention 2; {FASTER[capability[0]][2]} would compute attention faster"
     return "flash attention 2"
-
 
 def prepare_card(device, flash_attention):
     """Call it before the first tensor is on the device. flash_attention: auto or 2 -> words for the log."""
@@ -156,13 +148,11 @@ def prepare_card(device, flash_attention):
     words = activate_flash(capability, flash_attention == "auto")
     return f"{torch.cuda.get_device_name(device)}, {words}"
 
-
 def start_nccl(device):
     """NCCL waits minutes, not hours: a step waits for its slowest process, and one that has died never comes. And it
     is used once, as it takes its memory then: before training/memory_fit.py measures what is free."""
     dist.group.WORLD._get_backend(torch.device(device))._set_default_timeout(timedelta(minutes=20))
     dist.all_reduce(torch.zeros(1, device=device))
-
 
 def configure_allocator(*choices):
     """Sets the allocator to the first of these settings that this torch knows."""

@@ -22,7 +22,6 @@ MEETING = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split() # all of these, for 
 OTHER_NUMBERS = re.compile("ACCELERATE_.*|FSDP_.*|DIFFUSERS_ATTN_.*|TRANSFORMERS_SDPA_.*|USE_HUB_KERNELS|"
                            "TORCH_ALLOW_TF32_.*|NVIDIA_TF32_.*|(ONE|)DNNL?_DEFAULT_FPMATH_MODE")
 
-
 def environment_error():
     """-> an error line, or None: if RANK and the like are those of no process, left in this environment, or half of a
     set, as from Slurm, MPI, a pod or a notebook (torchrun sets all; so may others: then env:// finds the processes); or
@@ -41,15 +40,12 @@ def environment_error():
     return (f"{words}: set in the environment, but not as torchrun sets {', '.join(MEETING)}; "
             f"unset {' '.join(found)}, or start with torchrun")
 
-
 CARDS = "nvidia nvhost nvgpu dxg kfd".split() # how names of cards begin in Linux's /dev: also Jetson's, WSL's, AMD's
-
 
 def no_card():
     """Whether this machine has no card that torch could use, as far as can be told without torch."""
     system = platform.system()
     return system == "Darwin" or system == "Linux" and not any(glob(f"/dev/{name}*") for name in CARDS)
-
 
 def wants_card(args):
     """Whether a large model would be computed, and no flag says where."""
@@ -58,7 +54,6 @@ def wants_card(args):
     if Path(args.model).exists():
         return sum(file.stat().st_size for file in Path(args.model).glob("*/*.safetensors")) >= 4e9
     return re.fullmatch(r"[^/.][^/]*/[^/]+", args.model) is not None # else a slip of the pen
-
 
 def refuse_devices(args):
     """Ends the script if its flags ask for a device that this machine lacks, or on which nobody has compared the
@@ -78,7 +73,6 @@ def refuse_devices(args):
             who = "no Mac has"
         raise InputError(f"--device: the real model needs a card with CUDA, which {who}; take a machine with one, or "
                          "give --device cpu, which takes hours a step")
-
 
 def remove_other_numbers():
     """Removes variables that change numbers -> a line for each that was set. Call it before torch is imported."""

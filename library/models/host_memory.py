@@ -12,7 +12,6 @@ CGROUPS, OWN_GROUPS = "/sys/fs/cgroup", "/proc/self/cgroup" # where Linux shows 
 GROUP_FILES = [("memory.max", "memory.current", ""), ("memory.high", "memory.current", ""),
                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")]
 
-
 def group_folders():
     """-> the folders of our control groups and of all above them, in version 1 or 2; some are not there. A container
     may see its own group at the top, under a name that only the host knows: so each end of a name counts."""
@@ -26,14 +25,12 @@ def group_folders():
                     folders += [folder, *folder.parents]
     return dict.fromkeys(folders)
 
-
 def files_read(folder, prefix):
     """-> bytes of the files that a control group has read, such as a model's: they go when memory is wanted."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
         return int(stat[f"{prefix}active_file"]) + int(stat[f"{prefix}inactive_file"])
     return 0
-
 
 def host_memory():
     """-> (bytes that are free for this process, bytes in all), by the machine and its control groups."""

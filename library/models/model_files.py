@@ -23,7 +23,6 @@ MOST = 2**24 # and one that CONFIGS does not list so much: a token's number, an 
 # what the code around the models counts on: a token is 2x2 latents of 8x8 pixels, a thousandth is a timestep
 EXACT = "patch_size z_dim merge_size spatial_merge_size temporal_patch_size num_train_timesteps".split()
 
-
 def check_files(folder, part, config, weights, flag):
     """InputError names a file that is missing or broken: `config` and the other JSON files of this folder, which is the
     model's `part`; and if `weights` all weight files that are here or that an index of shards names, by their
@@ -52,13 +51,11 @@ def check_files(folder, part, config, weights, flag):
         raise InputError(f"{file}: missing or broken ({first_words(e)}); download it again (after a git clone: git lfs "
                          f"pull), as {flag} wants a complete diffusers folder")
 
-
 def refuse_wrapped(place, names):
     """InputError for a model that was saved while LoRAs were loaded. names: its tensors'."""
     if wrapped := [name for name in names if ".base_layer." in name]:
         raise InputError(f"{place}: was saved with LoRA layers around its own ({wrapped[0]}); save it again, after "
                          "pipe.unload_lora_weights(), and before that pipe.fuse_lora() if the LoRA shall stay in it")
-
 
 def read_json(file):
     """-> what a JSON file holds. ValueError if it is so long that to read it takes the memory of a model."""
@@ -67,13 +64,11 @@ def read_json(file):
         raise ValueError(f"more than {most:,} bytes")
     return json.loads(file.read_bytes())
 
-
 def plain_name(name):
     """ValueError unless it is the name of a file, and leads nowhere else."""
     if name != Path(name).name or not name.endswith(".safetensors"):
         raise ValueError(f"{name!r:.99} is no file's name")
     return name
-
 
 def check_config(part, config, content):
     """ValueError or TypeError for a value that is out of all proportion to those of the published models."""
@@ -99,7 +94,6 @@ def check_config(part, config, content):
         if 0 in content.get("latents_std", ()): # which a latent is divided by
             raise TypeError("latents_std has a 0")
 
-
 def flat(config):
     """{field: value} of a config and of those inside it. Of two values of a name the greater one counts."""
     fields = {}
@@ -108,7 +102,6 @@ def flat(config):
         for inner, number in inside.items():
             fields[inner] = max(number, fields.get(inner, number))
     return fields
-
 
 def check_values(value, published, name=""):
     """ValueError for a number out of all proportion, or a list of another length, in what a config holds under this
@@ -134,7 +127,6 @@ def check_values(value, published, name=""):
         if not -MOST <= value <= most or name in EXACT and value != wanted: # (NaN, too)
             raise ValueError(f"{name} is {value!r:.99}, and {wanted or 'less'} in the published models")
 
-
 def try_schedule(content):
     """Fails if the noise levels that the config makes are no numbers."""
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(content)
@@ -146,13 +138,11 @@ def try_schedule(content):
         if not bool(scheduler.sigmas.isfinite().all()):
             raise ValueError("its noise levels are no numbers")
 
-
 def try_processor(pipe, prompt_length):
     """Fails if the numbers of the tokenizer or of the image processor do not fit together, which shows when they are
     used. prompt_length: cache.py's."""
     pipe.processor(["<|image_pad|>"], [Image.new("RGB", (56, 56))])
     prompt_length(pipe, "", [(56, 56)])
-
 
 def empty_model(cls, folder):
     """A model of diffusers or transformers on the meta device, from its config.json. InputError names the folder."""
@@ -163,7 +153,6 @@ def empty_model(cls, folder):
             return cls._from_config(cls.config_class.from_pretrained(folder))
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); download it again")
-
 
 def check_weights(cls, folder):
     """InputError if config.json asks for more weights than the files can hold, which a library would make up, in

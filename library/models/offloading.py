@@ -25,11 +25,9 @@ def choose_blocks(offload, blocks):
     offload = min(offload, blocks)
     return [i * blocks // offload for i in range(offload)]
 
-
 def too_little(blocks, need, found):
     return InputError(f"--offload: {blocks} blocks need {need / 2**30:.1f} GiB of host memory, {found}; offload fewer, "
                       "or --quantize")
-
 
 def check_host(block, blocks, shards=1):
     """-> bytes of host memory that the frozen weights of so many blocks like this one take in this process, which holds
@@ -46,7 +44,6 @@ def check_host(block, blocks, shards=1):
     if processes * need > total:
         raise too_little(blocks, processes * need, f"{total / 2**30:.1f} are there for {processes} processes")
     return need
-
 
 def place(transformer, blocks, device, offloaded_blocks, prepare_block):
     """Brings the transformer, with its LoRAs, to the device, one block after the other, and calls prepare_block(block)
@@ -76,7 +73,6 @@ def place(transformer, blocks, device, offloaded_blocks, prepare_block):
         block.to(device)
     copy_ahead([blocks[i] for i in offloaded_blocks], hosts, buffers, device)
     return transformer.to(device)
-
 
 def copy_ahead(blocks, hosts, buffers, device):
     """Adds hooks that fill the buffers: a block's weights (from `hosts`) are on the device when it computes, and those

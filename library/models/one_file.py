@@ -49,7 +49,6 @@ MOST_NOTE = 2**16 # bytes of a note of ComfyUI
 SHARD = r"-\d{5}-of-\d{5}"
 DTYPES = dict(I8="int8", U8="4 bits, packed in bytes", F4="fp4", F8_E8M0="mxfp8")
 
-
 @dataclass
 class Layout:
     """Where the model's weights are in a file."""
@@ -60,10 +59,8 @@ class Layout:
     form: str # in words
     file: safetensors.safe_open # mapped: if another file takes its place later, this is still the one
 
-
 def error_of(path, what, remedy):
     return InputError(f"--transformer {path}: {what}; {remedy}")
-
 
 def open_file(path):
     """-> the file, mapped by safetensors. InputError says what it is instead."""
@@ -73,11 +70,9 @@ def open_file(path):
         raise error_of(path, "no file of that name", f"{give} (of the hub: hf download REPO FILE --local-dir .)")
     return tensor_files.open_safetensors(path, functools.partial(error_of, path), REMEDY)
 
-
 def is_used(name):
     """Whether a tensor is a weight or its scale, and not one of those that only ComfyUI reads."""
     return name.rpartition(".")[2] not in NOT_USED and name not in ("scaled_fp8", MARK_2511)
-
 
 def read_layout(path):
     """-> Layout, from the header. InputError if it is no transformer of Qwen-Image, or of a format that is refused."""
@@ -126,7 +121,6 @@ def read_layout(path):
         layout.form += ", with scales"
     return layout
 
-
 def check_scales(path, f, marks, layout):
     """InputError if a matrix in fp8 has no scale although ComfyUI's marks, or the scales of others, say that it had
     one: it would be wrong by a large factor. (A file that was only cast to fp8 has no scales at all, and in one with
@@ -139,7 +133,6 @@ def check_scales(path, f, marks, layout):
         why = f"it has {marks[0]}" if marks else f"{len(layout.scales)} others have one"
         raise error_of(path, f"{len(lost)} weights in fp8 lack their scale, for instance {lost[0]}, and {why}",
                        "take another copy of the file")
-
 
 def refuse_format(path, f, names):
     """-> ComfyUI's marks of fp8 with scales: where they stand. InputError names the format if it is not taken. f: the
@@ -172,7 +165,6 @@ def refuse_format(path, f, names):
                            REMEDY)
     return [name for name in names if name == "scaled_fp8"] + [*notes]
 
-
 def check_fit(path, folder):
     """InputError unless the file holds just the tensors that transformer/config.json of this folder asks for."""
     layout, config = read_layout(path), folder / "transformer" / "config.json"
@@ -197,7 +189,6 @@ def check_fit(path, folder):
         asked = wanted.get(name, "missing")
         raise error_of(path, f"{len(differ)} tensors are not as --model's {config} asks for them, for instance {name}: "
                        f"{found} in the file, {asked} by the config", remedy)
-
 
 def check_folder(args, find_model):
     """InputError if --transformer's folder, or repository, says that it is no transformer of Qwen-Image-Edit, or one of
@@ -225,7 +216,6 @@ def check_folder(args, find_model):
             raise error_of(name, f"{field} {here} in its transformer/config.json, and {there} in that of --model "
                            f"{model}", remedy)
 
-
 def read_json(path, name):
     """-> the JSON object in a file, {} if there is none."""
     if not path.is_file():
@@ -236,7 +226,6 @@ def read_json(path, name):
         return fields
     except Exception as e: # a foreign file can fail in any way
         raise error_of(name, f"{path} cannot be read ({first_words(e)})", "download it again")
-
 
 def attach(transformer, path):
     """Prepares a transformer on the meta device. It adds transformer.fill_from_file(module, quantize), which reads the

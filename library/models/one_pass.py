@@ -20,14 +20,12 @@ from types import MethodType, SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-
 def patch_text_encoder(encoder):
     """Extends forward() of this Qwen2_5_VLForConditionalGeneration to several prompts about the same pictures -> it."""
     encoder.forward = MethodType(encode_together, encoder)
     patch_embed = encoder.model.visual.patch_embed
     patch_embed.forward = MethodType(embed_patches, patch_embed)
     return encoder
-
 
 def encode_together(self, input_ids, attention_mask, **given):
     """input_ids, attention_mask (B, T): prompts with pads on either side. pixel_values and image_grid_thw: those of the
@@ -58,7 +56,6 @@ def encode_together(self, input_ids, attention_mask, **given):
     out_BTC = hidden.new_zeros(*input_ids.shape, hidden.shape[-1])
     out_BTC[real] = torch.cat([torch.cat([beginning, end]) for end in ends])
     return SimpleNamespace(hidden_states=[out_BTC])
-
 
 def embed_patches(self, hidden_states):
     """The vision tower's patches (N, 3 * 2 * 14 * 14) -> (N, C). Stock calls a Conv3d whose stride is its kernel, which

@@ -22,7 +22,6 @@ from common import first_line, warn_once
 
 TOP = dict(int8=127, fp8=448) # the greatest value of a format
 
-
 class FrozenProduct(torch.autograd.Function):
     """x @ weight.T for a low-bit weight. Where eight bits are multiplied as such, x and the output's gradient get eight
     bits too, with a scale a row. Else the weight is unpacked, and once more in the backward pass: autograd alone would
@@ -48,7 +47,6 @@ class FrozenProduct(torch.autograd.Function):
         out = eight_bit_product(*rows, layer.weight.T.contiguous(), ones, layer.kind, grad.dtype)
         return out.unflatten(0, grad.shape[:-1]), None
 
-
 def has_product(x, layer):
     """Whether to multiply eight bits as such: where that saves time, by count and not by measurement. To quantize x
     takes several passes over it. On Hopper and data centre Blackwell these cost what the product saves, unless
@@ -58,7 +56,6 @@ def has_product(x, layer):
     return (layer.multiply and x.dtype == torch.bfloat16
             and (torch.compiler.is_compiling() or torch.cuda.get_device_capability(x.device)[0] in (8, 12))
             and x.numel() > 16 * x.shape[-1] and layer.in_features % 16 == 0 and layer.out_features % 16 == 0)
-
 
 @functools.cache # asked for each block
 def can_multiply(kind, device):
@@ -79,7 +76,6 @@ def can_multiply(kind, device):
         return False
     return True
 
-
 def quantize_rows(x, kind):
     """(..., K) -> (M, K) of eight bits, and (M, 1): what each row was divided by."""
     x = x.flatten(0, -2)
@@ -88,9 +84,7 @@ def quantize_rows(x, kind):
     rows = (x * inverse).round_().to(torch.int8) if kind == "int8" else (x * inverse).to(torch.float8_e4m3fn)
     return rows, 1 / inverse.float()
 
-
 latest = WeakTensorKeyDictionary() # the tensor that was quantized last, as q, k and v multiply the same one
-
 
 def rows_of(x, kind):
     if torch.compiler.is_compiling() or x.is_inference(): # the compiler sees for itself that it is the same tensor
@@ -100,7 +94,6 @@ def rows_of(x, kind):
         latest[x] = kind, x._version, quantize_rows(x, kind)
     return latest[x][2]
 
-
 def eight_bit_product(rows, row_scale, weight, scale, kind, dtype, fast=False):
     """(M, K) @ (N, K).T, times the scales (M, 1) and (N, 1) of their rows -> (M, N). fast: fp8 adds up with fewer bits,
     as is usual in a forward pass; a gradient's small terms would be lost."""
@@ -109,11 +102,9 @@ def eight_bit_product(rows, row_scale, weight, scale, kind, dtype, fast=False):
                                 use_fast_accum=fast)
     return torch._int_mm(rows, weight.T) * row_scale.to(dtype) * scale.T.to(dtype)
 
-
 def bitsandbytes():
     import bitsandbytes.functional # slow to import, and only nf4 needs it
     return bitsandbytes.functional
-
 
 class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
     """A frozen linear layer of few bits. Weights and scales are plain parameters, which FSDP2 can shard and copy."""
@@ -148,7 +139,6 @@ class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
     def forward(self, x):
         out = FrozenProduct.apply(x, self)
         return out if self.bias is None else out + self.bias
-
 
 def quantize_linears(module, kind, device, multiply=False):
     """Quantizes every linear layer under `module` except LoRAs, one at a time, on the device, in place -> module.

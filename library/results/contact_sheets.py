@@ -17,7 +17,6 @@ CELL = 192 # pixels
 SHEET_ROWS = 24 # samples on a sheet of results
 MOST_LETTERS = 1000 # of a text in a cell, which has room for 300
 
-
 def thumbnail(cell):
     """Makes a cell's picture, or a list of them side by side, as small as a contact sheet shows it. Whoever holds many
     pictures can keep thumbnails only: the sheet takes them as they are."""
@@ -26,7 +25,6 @@ def thumbnail(cell):
     if isinstance(cell, Image.Image):
         return ImageOps.contain(cell, (CELL, CELL), Image.Resampling.LANCZOS)
     return cell
-
 
 def contact_sheet(rows, titles):
     """Rows of cells under titles. A cell: a picture, a list of pictures, a text, or None."""
@@ -45,7 +43,6 @@ def contact_sheet(rows, titles):
                 sheet.paste(picture, (x + (CELL - picture.width) // 2, y + (CELL - picture.height) // 2))
     return sheet
 
-
 def side_by_side(images):
     small = [ImageOps.contain(image, (CELL, CELL)) for image in images]
     width = sum(s.width for s in small)
@@ -56,18 +53,15 @@ def side_by_side(images):
         x += image.width
     return beside
 
-
 @functools.cache
 def font():
     """PIL's own: the same sheet everywhere."""
     return ImageFont.load_default(14)
 
-
 def has_letters(text):
     """Whether the font has all letters of a text. It shows a box for a letter that it lacks."""
     box = bytes(font().getmask("\uffff")) # which is no letter
     return all(letter.isspace() or bytes(font().getmask(letter)) != box for letter in set(text))
-
 
 def write(pen, middle, text):
     """Paints a text in a cell's width. A letter that the font lacks is a box."""
@@ -75,11 +69,9 @@ def write(pen, middle, text):
     letter = max(8, math.ceil(font().getlength(text) / max(1, len(text))))
     pen.multiline_text(middle, textwrap.fill(text, CELL // letter), "black", font(), "mm", align="center")
 
-
 def shown_prompt(prompt, name):
     """-> the prompt, or the name if the font lacks one of the prompt's letters."""
     return prompt if has_letters(printable(prompt[:MOST_LETTERS])) else name
-
 
 def validation_sheets(folder, step, records):
     """The pictures that train.py has saved in its folder samples/ at this step -> {name of a dataset: its sheet}.
@@ -95,13 +87,11 @@ def validation_sheets(folder, step, records):
     titles = ["control", "instruction", "base", "LoRA", "target"]
     return {name: contact_sheet(lines, titles) for name, lines in by_dataset.items()}
 
-
 def read_small(path):
     """The picture in this file, as a sheet shows it. None if it cannot be read: a sheet is no reason to end a command
     whose pictures are drawn, and another machine's process may have saved this one there."""
     with contextlib.suppress(InputError):
         return thumbnail(read_image(path))
-
 
 def results_sheet(pictures):
     """[predict.Picture] -> a sheet with a row for each sample and a column for each title."""

@@ -45,7 +45,6 @@ MIXING = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", *INDEXING}
 STRICT = {"aten::cat", "aten::stack"}
 UNWRITTEN = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 
-
 class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatch__ for every operation
     """The cards that this process sees. They share one counter, so a program uses the one of torch.cuda.set_device."""
 
@@ -302,21 +301,17 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
         self.waits.clear(), self.ops.clear()
         return read
 
-
 # torch.compile captures what a program does, not what this file does in it
 set_code_exec_strategy(Card.__torch_dispatch__.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
 WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
-
 def is_non_blocking(name, args, kwargs):
     """Of aten::_to_copy and aten::copy_(to, source, non_blocking)."""
     return bool(kwargs.get("non_blocking") or name == "aten::copy_" and args[2:] and args[2])
 
-
 def is_small_and_whole(t):
     return t.dtype in WHOLE and t.numel() <= SMALL
-
 
 def tensors_of(args, kwargs):
     """The tensors among an operation's arguments, also those in lists."""
@@ -328,9 +323,7 @@ def tensors_of(args, kwargs):
             found += [y for y in x if isinstance(y, torch.Tensor)]
     return found
 
-
 kernel_of = {} # {operation: whether it launches one}
-
 
 def launches(func):
     if func not in kernel_of:
@@ -338,7 +331,6 @@ def launches(func):
         views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
         kernel_of[func] = schema.name not in NO_KERNEL and not (views and all(views))
     return kernel_of[func]
-
 
 # ---- torch's questions to a card -------------------------------------------------------------------------------------
 
@@ -377,13 +369,10 @@ class Stream: # what torch.cuda.Stream and torch.cuda.Event would be; all work i
     def elapsed_time(self, other):
         return 1.0 # milliseconds: no time is known, but a program may divide by it
 
-
 current = []
-
 
 def active():
     return current[-1]
-
 
 def patch_torch(card):
     """Puts our answers in the place of torch's, until card.patches is closed. Each patch has its reason."""
@@ -510,7 +499,6 @@ def patch_torch(card):
     put(torch.nn.functional, "rms_norm", fused_rms_norm)
     put(torch.nn.functional, "scaled_dot_product_attention", one_kernel_attention)
 
-
 def join_group(card):
     """torch.distributed among ranks that do not exist: torch's fake process group, which sends nothing. A collective
     leaves what it should receive as it is, and a gathered object is this rank's own, from each rank."""
@@ -528,7 +516,6 @@ def join_group(card):
     for name, new in dict(init_process_group=init_process_group, all_gather_object=all_gather_object).items():
         card.patches.callback(setattr, dist, name, getattr(dist, name))
         setattr(dist, name, new)
-
 
 class FusedRmsNorm(torch.autograd.Function): # a class because autograd wants one
     """The one kernel of F.rms_norm on CUDA, for a weight that is not trained: what it makes, and what it keeps."""

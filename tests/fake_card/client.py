@@ -15,7 +15,6 @@ from tests.fake_card import guard
 
 HERE = Path(__file__).parents[2]
 
-
 @functools.cache # one server for all tests of a session
 def server():
     library = guard.build(tempfile.mkdtemp())
@@ -26,7 +25,6 @@ def server():
     assert process.stdout.readline() == "ready\n"
     weakref.finalize(server, process.communicate) # at the end of the session it reads no more lines, and ends too
     return process
-
 
 def ask(**request):
     """program.run with these arguments, in a process of its own -> its answer, with `steps`: the readings of train.py's

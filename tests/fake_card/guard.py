@@ -8,10 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-
 def torch_folder():
     return Path(find_spec("torch").origin).parent # of the package, which this does not import
-
 
 def why_not():
     """-> why there can be no imitated card on this machine, or None."""
@@ -23,7 +21,6 @@ def why_not():
         return "no g++, which builds the guard"
     return None
 
-
 def build(folder):
     """Compiles guard.cpp against the installed torch, into this folder -> the library's path. It takes 5 seconds."""
     torch, library = torch_folder(), Path(folder, "libguard.so")
@@ -31,7 +28,6 @@ def build(folder):
                     f"-I{torch}/include", f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"],
                    check=True, capture_output=True, encoding="utf-8")
     return library
-
 
 def load(library, cards):
     """The process has so many cards from now on, as far as torch's C++ asks. Call it before torch is imported."""

@@ -50,7 +50,6 @@ TEXT = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, n
 VISION = dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584,
               fullatt_block_indexes=[7, 15, 23, 31])
 
-
 def write_model(folder, blocks, zero_cond_t):
     """A folder like that of Qwen-Image-Edit-2511 (zero_cond_t), or of v1, with all configs and no weights."""
     tiny, folder = HERE / "tiny", Path(folder)
@@ -80,7 +79,6 @@ def write_model(folder, blocks, zero_cond_t):
     limits = dict(shortest_edge=56 * 56, longest_edge=28 * 28 * 1280)
     change(folder / "processor/preprocessor_config.json", lambda c: c.update(
         min_pixels=limits["shortest_edge"], max_pixels=limits["longest_edge"], size=limits))
-
 
 def write_samples(folder, samples, dtype=torch.bfloat16):
     """An index of encoded samples, as cache.py would write it -> its path. samples: [dict(name, shapes: in tokens, the
@@ -131,7 +129,6 @@ def empty_part(card):
         return model.eval()
     return load_part
 
-
 def run(script, flags, folder, card, env={}, prelude=""):
     """Runs a script in this process, on an imitated card -> dict(status, out, readings, ...). folder: where it runs;
     card: arguments of Card, or None for the CPU; env: variables of the environment; prelude: Python that comes
@@ -175,7 +172,6 @@ def run(script, flags, folder, card, env={}, prelude=""):
         answer |= dict(readings=[*on.readings, on.reading()])
     return answer
 
-
 def serve():
     """Forks for each line that comes in, and passes on what `run` returns."""
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
@@ -191,7 +187,6 @@ def serve():
         _, status = os.waitpid(pid, 0)
         if status: # it has crashed and said nothing
             answers.write(json.dumps(dict(status=-1, out=f"the process ended with {status}", readings=[])) + "\n")
-
 
 if __name__ == "__main__":
     serve()

@@ -25,7 +25,6 @@ import tempfile
 BUCKET = dict(rename_folder=errno.ENOSYS, fsync=errno.EINVAL, fsync_folder=errno.EINVAL, flock=errno.ENOSYS,
               link=errno.ENOTSUP)
 
-
 def path_of(path, dir_fd=None):
     """-> the absolute path of what a call is given: a descriptor, a path, a name in an open folder."""
     if isinstance(path, int):
@@ -33,11 +32,9 @@ def path_of(path, dir_fd=None):
     path = os.fsdecode(path)
     return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path) if dir_fd else os.path.abspath(path)
 
-
 def open_files():
     """-> the descriptors of this process that lead to something."""
     return [int(n) for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
-
 
 def install(folder, faults):
     """From now on this disk is bad -> a function that mends it."""
@@ -122,11 +119,9 @@ def install(folder, faults):
         tempfile._O_TMPFILE_WORKS = False
     return lambda: [mend() for mend in undo]
 
-
 def on(folder, faults):
     """-> a prelude for a process of its own."""
     return functools.partial(install, folder, faults)
-
 
 @contextlib.contextmanager
 def bad_disk(folder, faults):
