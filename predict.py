@@ -67,7 +67,7 @@ def read_flags():
     flag = parser.group("with which LoRA")
     strength = number(float, -10, 10)
     flag("--lora", [], "LoRA file(s), run folders or user/repo[/file] of the hub, all active together (default: "
-         "none; without --model the newest run's of tiny)", nargs="+")
+         "none; without --model and --transformer that of the newest out/tiny-*; \"\": none)", nargs="+")
     flag("--lora_scale", [1.0], "strength of the LoRA, or of each: 0 is none, 1 as trained", type=strength, nargs="+")
     flag("--scales", [1.0], "each picture at these strengths of all its LoRAs, side by side; 0 is the base",
          type=strength, nargs="+")
@@ -94,7 +94,7 @@ def read_flags():
         args.jobs = hub.TINY_DATA.with_name("val")
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
-    if given and runs and not given & {"--model", "--lora"}:
+    if given and runs and not given & {"--model", "--transformer", "--lora"}:
         args.lora = [str(runs[-1])]
         sys.argv += ["--lora", *args.lora] # each PNG tells this command
 

@@ -284,9 +284,11 @@ def test_the_newest_run_of_tiny_is_taken_and_the_command_names_it(tmp_path, monk
     newest = str(Path("out/tiny-a-1", predict.LORA_FILE))
     assert f"LoRA: {newest}" in result.out
     assert shlex.split(Image.open(tmp_path / "a.png").text["command"])[-2:] == ["--lora", newest]
-    result = draw("--image", photos[0], "--prompt", "x", "--out", "b.png", "--lora", "")
-    assert "none, this is the base model" in result.out
-    assert "tiny-a" not in Image.open(tmp_path / "b.png").text["command"]
+    for flags in (["--lora", ""], ["--transformer", TINY]): # which may hold a LoRA already
+        result = draw("--image", photos[0], "--prompt", "x", "--out", "b.png", *flags)
+        assert "none, this is the base model" in result.out
+        assert "tiny-a" not in Image.open(tmp_path / "b.png").text["command"]
+        (tmp_path / "b.png").unlink()
 
 # ---- other ways to sample --------------------------------------------------------------------------------------------
 

@@ -289,6 +289,7 @@ def sizes_of_training(loras, model):
                     words += [f"--{name}", value]
                 elif not value:
                     words.append("--no-upscale")
+            words += ["--image", "CONTROL.png", "--prompt", "TEXT"]
             return [f"to edit at the sizes of the training: {common.shell_command(words)}"]
     return []
 

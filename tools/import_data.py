@@ -612,7 +612,8 @@ def how_many_pictures(samples):
     kinds = {}
     for sample in samples:
         *_, last = sample.target, *sample.controls
-        kinds.setdefault(f"{len(sample.controls)} controls", []).append(last)
+        controls = f"{len(sample.controls)} control{'s' * (len(sample.controls) != 1)}"
+        kinds.setdefault(controls, []).append(last)
         if "mask" in sample.overlays:
             kinds.setdefault("a mask", []).append(sample.overlays["mask"])
     return ", ".join([f"{len(files)} with {kind} ({Path(files[0]).name})" for kind, files in sorted(kinds.items())])
@@ -708,8 +709,8 @@ def main():
         raise common.disk_error(args.out, e)
     tell(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
     if args.target or not list(args.out.glob("*.json")): # no cache
-        tell(f"{args.out}: {how_many_pictures(samples)}. Pictures may be hard links: a change in place changes the "
-             "original, too")
+        tell(f"in all {how_many_pictures(samples)}. Pictures may be hard links: a change in place changes the original, "
+             "too")
         tell(*next_commands(found, args.out, val if held_out else None))
 
 if __name__ == "__main__":

@@ -129,4 +129,4 @@ def distortion(samples):
     change, name, size = max(changes, default=(0, "", ""))
     if change <= 0.1:
         return []
-    return [f"{name}: {size} changes its aspect by {change:.1%}; give a larger area, or sides of its shape"]
+    return [f"{name}: {size} changes its aspect by {change:.1%}; give a larger picture or area, or sides of its shape"]
