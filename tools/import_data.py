@@ -709,8 +709,8 @@ def main():
         raise common.disk_error(args.out, e)
     tell(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
     if args.target or not list(args.out.glob("*.json")): # no cache
-        tell(f"in all {how_many_pictures(samples)}. Pictures may be hard links: a change in place changes the original, "
-             "too")
+        tell(f"in all {how_many_pictures(samples)}. Pictures may be hard links: a change in place changes the "
+             "original, too")
         tell(*next_commands(found, args.out, val if held_out else None))
 
 if __name__ == "__main__":
